@@ -1,99 +1,44 @@
-"""The CUDA backend: vLLM's Triton attention, whose prefill requests run sparse.
-
-Keys and values of a request's context stay in their pages, which the attention kernels read through the block table;
-stages that need the keys as one tensor have them copied then (see `Pages`).
-"""
+"""The CUDA backend: which of vLLM's own computes what does not run sparse, decoding above all."""
 
 # vLLM is not there where types are checked.
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from torch import Tensor
-from vllm.v1.attention.backend import AttentionCGSupport
-from vllm.v1.attention.backends.triton_attn import (
-    TritonAttentionBackend,
-    TritonAttentionImpl,
-    TritonAttentionMetadata,
-    TritonAttentionMetadataBuilder,
-)
+from vllm.config import get_current_vllm_config_or_none
 
-from sparseprefill.pages import Pages
+from .triton import SparseTritonBackend
 
-from ..serving.parts import Part
-from .pages import pages_of
-from .runtime import NAME
-from .shared import SparseBuilder, SparseImpl
-
-STOCK = "TRITON_ATTN"
+WIDEST = 256
+"""Head dimensions that FlashAttention 3 has kernels for (vLLM's ``FlashAttentionBackend.supports_head_size``)."""
 
 
-class SparseTritonBackend(TritonAttentionBackend):
-    """What ``--attention-backend CUSTOM`` selects."""
+def __getattr__(name: str) -> Any:
+    """`SparseBackend`, for which vLLM asks by its path when it makes a layer: the class for the engine at hand."""
+    if name != "SparseBackend":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if not flash_suits(get_current_vllm_config_or_none()):
+        return SparseTritonBackend
+    from .flash import SparseFlashBackend
 
-    @staticmethod
-    def get_name() -> str:
-        """A member of vLLM's list of backends."""
-        return NAME
+    return SparseFlashBackend
 
-    @staticmethod
-    def get_impl_cls() -> type[SparseTritonImpl]:
-        """The attention of one layer."""
-        return SparseTritonImpl
 
-    @staticmethod
-    def get_builder_cls() -> type[SparseTritonBuilder]:
-        """The metadata of one step."""
-        return SparseTritonBuilder
+def flash_suits(config: Any) -> bool:
+    """Whether vLLM's FlashAttention 3, its default on Hopper, takes the layers of an engine.
 
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        """Not promised: whether a request's chunk runs sparse depends on its length, which the batch decides."""
+    config: the VllmConfig, or None. Over an fp8 cache it wants queries in fp8, which estimators do not take.
+    """
+    model = getattr(config, "model_config", None)
+    if model is None or config.cache_config.cache_dtype not in ("auto", "float16", "bfloat16"):
         return False
-
-    @classmethod
-    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        """Batches are cut by the host's copy of the query lengths."""
+    if model.dtype not in (torch.float16, torch.bfloat16) or int(model.get_head_size()) > WIDEST:
         return False
-
-
-@dataclass
-class SparseTritonMetadata(TritonAttentionMetadata):
-    """parts: of a batch with requests that run sparse. A field, so that vLLM's copies of metadata keep it."""
-
-    parts: list[Part] | None = None
-
-
-class SparseTritonBuilder(SparseBuilder, TritonAttentionMetadataBuilder):
-    """Adds the parts of a batch to the metadata, if there is a request to run sparse."""
-
-    host_name, metadata = STOCK, SparseTritonMetadata
-    # Full graphs for decoding alone: a batch with prefill is planned on the host, which no graph may record.
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
-
-
-class SparseTritonImpl(SparseImpl, TritonAttentionImpl):
-    """Runs the parts of a batch; everything else is its parent's."""
-
-    host_name = STOCK
-    slow = True  # TRITON_ATTN has a seventh of cuDNN's speed on a long prompt
-    supports_dcp = supports_pcp = False
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.supports_quant_query_input = False  # estimators take the query as it is
-
-    def fused_output_quant_supported(self, quant_key: Any) -> bool:
-        """Outputs are written in the model's dtype."""
+    if getattr(model, "is_mm_prefix_lm", False) or getattr(model, "rswa_window", None) is not None:
         return False
+    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 
-    def read(self, layer: Any, cache: Tensor, table: Tensor, length: int, dtype: torch.dtype) -> Pages:
-        """Where a request's keys and values stand."""
-        fp8 = self.fp8_dtype if self.kv_cache_dtype.startswith("fp8") else None
-        scales = (layer._k_scale, layer._v_scale)
-        copies = self.runtime is None or self.runtime.options.copies
-        return pages_of(cache, self.head_size, table, length, dtype=dtype, fp8=fp8, scales=scales, copies=copies)
+    return bool(get_flash_attn_version() == 3)

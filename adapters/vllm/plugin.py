@@ -16,7 +16,7 @@ OLDEST, NEWEST, READ = (0, 29), (0, 32), (0, 33)
 compared with theirs."""
 VERSION = re.compile(r"(\d+)\.(\d+)")
 CPU_BACKEND = "sparseprefill.adapters.vllm.cpu.SparseCPUBackend"
-CUDA_BACKEND = "sparseprefill.adapters.vllm.cuda.SparseTritonBackend"
+CUDA_BACKEND = "sparseprefill.adapters.vllm.cuda.SparseBackend"
 log = logging.getLogger(__name__)
 
 

@@ -121,4 +121,4 @@ class SparseBuilder(Host):
             self._recorded = False
 
     def _stock(self, common: Any) -> Any:
-        return super().build(0, common)
+        return super().build(0, common, fast_build=True)  # FlashAttention's schedules made ahead share one buffer

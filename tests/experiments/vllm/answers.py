@@ -34,7 +34,7 @@ def answers(
     requests: options.Requests = 16,
     budget: options.Budget = 8192,
     gate: Annotated[bool, typer.Option("--gate", help="Let the break-even gate keep small calls dense.")] = False,
-    stock: options.Stock = "TRITON_ATTN",
+    stock: options.Stock = "FLASH_ATTN",
     dtype: options.Dtype = "bfloat16",
     seed: options.Seed = 0,
     engine: options.More = "{}",

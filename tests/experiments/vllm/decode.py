@@ -45,7 +45,7 @@ def decode(
     ] = Inputs.HEADS,
     rounds: Annotated[int, typer.Option(min=1, help="Of each engine, in turns, after one to warm up.")] = 5,
     layers: options.Layers = 2,
-    stock: options.Stock = "TRITON_ATTN",
+    stock: options.Stock = "FLASH_ATTN",
     dtype: options.Dtype = "bfloat16",
     vocab: options.Vocabulary = 32000,
     seed: options.Seed = 0,

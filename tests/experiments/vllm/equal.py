@@ -43,7 +43,7 @@ def equal(
         ),
     ] = 0.0,
     layers: options.Layers = 2,
-    stock: options.Stock = "TRITON_ATTN",
+    stock: options.Stock = "FLASH_ATTN",
     dtype: options.Dtype = "float16",
     vocab: options.Vocabulary = 32000,
     seed: options.Seed = 0,

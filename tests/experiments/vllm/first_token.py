@@ -115,7 +115,7 @@ class FirstToken:
         if steps != -(-tokens // chunk):
             raise SparsePrefillError(f"a prompt of {tokens} tokens ran in {steps} steps, not in steps of {chunk}")
         before, slower = engine.fallbacks(), engine.slower()
-        held = self._memory()
+        held = allocated(self.structure.device)
         seconds = middle(partial(self._once, engine, ids), self.rounds)
         most = None if held is None else torch.cuda.max_memory_allocated(self.structure.device) - held
         after = engine.fallbacks()
@@ -164,9 +164,10 @@ class FirstToken:
             self._dense[tokens] = dense.kernel, seconds * self.setup.shape.layers
         return self._dense[tokens]
 
-    def _memory(self) -> int | None:
-        device = self.structure.device
-        if device.type != "cuda":
-            return None
-        torch.cuda.reset_peak_memory_stats(device)
-        return torch.cuda.memory_allocated(device)
+
+def allocated(device: torch.device) -> int | None:
+    """Bytes of PyTorch on a GPU, from which its peak is counted anew; None on others."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)

@@ -55,7 +55,7 @@ def load(
         Inputs, typer.Option(help="What attention runs on: made-up heads, or the random model's own q and k.")
     ] = Inputs.HEADS,
     layers: options.Layers = 2,
-    stock: options.Stock = "TRITON_ATTN",
+    stock: options.Stock = "FLASH_ATTN",
     dtype: options.Dtype = "bfloat16",
     vocab: options.Vocabulary = 32000,
     seed: options.Seed = 0,
@@ -68,7 +68,7 @@ def load(
     kv_heads: options.KvHeads = 8,
     head_dim: options.HeadDim = 128,
 ) -> None:
-    """Serve requests that come over time: ours with every key (dense), each --method, and vLLM's own attention last."""
+    """Serve requests that come over time: vLLM's own attention, ours with every key (dense), and each --method."""
     shapes = [Shape.parse(text) for text in dict.fromkeys(shape or SHAPES)]
     check()
     files = Files(markdown=markdown, json=json)
@@ -82,8 +82,8 @@ def load(
         vocabulary=vocab,
         dtype=dtype,
     )
-    wanted = options.contenders([DENSE, *(method or ())], settings or (), gate)
-    wanted += [Contender(stock)] if beside else []
+    wanted = [Contender(stock)] if beside else []
+    wanted += options.contenders([DENSE, *(method or ())], settings or (), gate)
     setup = Setup(shape=model, stock=stock, seed=seed, more=options.more(engine))
     longest = max(one.longest for one in shapes) + tokens
     made_up = Positions(model, options.device(), longest, heads=structure is Inputs.HEADS, seed=seed)
@@ -96,6 +96,7 @@ def load(
         answer=tokens,
         budget=budget,
         warm=warm,
+        baseline=wanted[0].name,
     )
     asked = {"command": "load", "stock": stock, "seed": seed, "rate": rate, "requests": requests, "tokens": tokens}
     asked |= {"budget": budget, "warm": warm, "gate": gate, "structure": structure.value}
@@ -104,6 +105,6 @@ def load(
     with bars(len(wanted)) as shown, Stop() as stop:
         for one in wanted:
             with shown.contender(one.name) as progress:
-                for row in work.run(one, one.name == DENSE, progress):
+                for row in work.run(one, progress):
                     sheet.add(row)
     sheet.end(stop, len(wanted) * len(shapes))

@@ -49,7 +49,7 @@ def ttft(
     ] = Inputs.HEADS,
     rounds: Annotated[int, typer.Option(min=1, help="Runs of each, after one to warm up; the median counts.")] = 3,
     layers: options.Layers = 2,
-    stock: options.Stock = "TRITON_ATTN",
+    stock: options.Stock = "FLASH_ATTN",
     dtype: options.Dtype = "bfloat16",
     vocab: options.Vocabulary = 32000,
     seed: options.Seed = 0,

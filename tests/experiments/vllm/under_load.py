@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
+import torch
 from attrs import define, evolve, field, frozen
 from sparseprefill.adapters.cli.group import CommandError
 
@@ -13,7 +14,7 @@ from sparseprefill.profiles.table import Progress
 
 from .counters import pairs, tokens
 from .engine import Engine, Setup, described
-from .first_token import Contender
+from .first_token import Contender, allocated
 from .positions import Positions
 from .shapes import Shape
 from .traffic import Desk, Life, arrivals, percentile
@@ -51,9 +52,10 @@ class Loaded:
     """One shape of requests at one engine.
 
     prompts: tokens of all prompts, of which `cached` were in the prefix cache; generated: of all answers. times: see
-    `Times`; dense: the same of our own kernel with every key, None for vLLM's own attention. sparse: share of computed
+    `Times`; baseline: the same of the engine that the others are compared with. sparse: share of computed
     prompt tokens in chunks that ran the method. density: computed / causal pairs of one request of each length, alone.
     fallbacks: why calls ran dense while the clock ran, with counts; slower: which ran on a slower kernel, and why.
+    extra: most bytes of PyTorch held while the clock ran beyond those before it, on GPUs.
     """
 
     backend: str
@@ -64,11 +66,12 @@ class Loaded:
     cached: int = 0
     generated: int = 0
     times: Times | None = None
-    dense: Times | None = None
+    baseline: Times | None = None
     sparse: float | None = None
     density: float | None = None
     fallbacks: Mapping[str, int] = field(factory=dict)
     slower: Mapping[str, int] = field(factory=dict)
+    extra: int | None = None
     error: str = ""
 
     @property
@@ -78,12 +81,12 @@ class Loaded:
 
     @property
     def speedups(self) -> dict[str, float | None]:
-        """Over the row `dense`: of the time to first token, median and 99th percentile, and of a token behind it."""
+        """Over the baseline: of the time to first token, median and 99th percentile, and of a token behind it."""
         names = {"first": "first_p50", "first_p99": "first_p99", "token": "token_p50", "throughput": "seconds"}
         return {name: self._over(what) for name, what in names.items()}
 
     def _over(self, what: str) -> float | None:
-        theirs, mine = getattr(self.dense, what, None), getattr(self.times, what, None)
+        theirs, mine = getattr(self.baseline, what, None), getattr(self.times, what, None)
         return theirs / mine if theirs and mine else None
 
 
@@ -91,7 +94,8 @@ class Loaded:
 class UnderLoad:
     """Serves every shape. rate: requests a second, 0 for all at once. requests: of each shape. answer: tokens of each.
 
-    budget: tokens of a step. warm: requests that come at once before the clock runs, with other texts.
+    budget: tokens of a step. warm: requests that come at once before the clock runs, with other texts. baseline: name
+    of the row that the others are compared with, which runs first.
     """
 
     setup: Setup
@@ -102,26 +106,25 @@ class UnderLoad:
     answer: int = 16
     budget: int = 8192
     warm: int = 4
-    _dense: dict[str, Times] = field(factory=dict, init=False)
+    baseline: str = ""
+    _base: dict[str, Times] = field(factory=dict, init=False)
 
-    def run(
-        self, contender: Contender, baseline: bool = False, progress: Progress = lambda what, done, of: None
-    ) -> Iterator[Loaded]:
-        """A row for each shape; where the engine fails, a last row with the error. baseline: the others are compared
-        with this one. Prefix caching is on for shapes with a prefix alone."""
+    def run(self, contender: Contender, progress: Progress = lambda what, done, of: None) -> Iterator[Loaded]:
+        """A row for each shape; where the engine fails, a last row with the error. Prefix caching is on for shapes with
+        a prefix alone."""
         for cached in (False, True):
             shapes = [shape for shape in self.shapes if bool(shape.prefix) is cached]
             if not shapes:
                 continue
             try:
-                yield from self._rows(contender, shapes, cached, baseline, progress)
+                yield from self._rows(contender, shapes, cached, progress)
             except CommandError:
                 raise
             except Exception as error:  # whatever vLLM raises: other engines may do
                 yield Loaded(backend=contender.name, parameters=contender.parameters, error=described(error))
 
     def _rows(
-        self, contender: Contender, shapes: Sequence[Shape], cached: bool, baseline: bool, progress: Progress
+        self, contender: Contender, shapes: Sequence[Shape], cached: bool, progress: Progress
     ) -> Iterator[Loaded]:
         progress("starting", 0, len(shapes))
         switches = {"enable_prefix_caching": cached, "enable_chunked_prefill": True}
@@ -132,9 +135,9 @@ class UnderLoad:
             for done, shape in enumerate(shapes):
                 progress(shape.text, done, len(shapes))
                 row = self._row(engine, contender, shape)
-                if baseline and row.times is not None:
-                    self._dense[shape.text] = row.times
-                yield row if contender.sparse is None else evolve(row, dense=self._dense.get(shape.text))
+                if contender.name == self.baseline and row.times is not None:
+                    self._base[shape.text] = row.times
+                yield evolve(row, baseline=self._base.get(shape.text))
 
     def _sizes(self, shapes: Sequence[Shape]) -> dict[str, Any]:
         """Of the engine. The KV cache holds all requests of a shape at once."""
@@ -154,7 +157,9 @@ class UnderLoad:
         lives = self.lives(shape)
         before, calls = tokens() if contender.sparse else (0.0, 0.0), engine.fallbacks()
         slower = engine.slower()
+        held = allocated(self.structure.device)
         seconds = desk.serve(lives)
+        most = None if held is None else torch.cuda.max_memory_allocated(self.structure.device) - held
         return Loaded(
             backend=contender.name,
             parameters=contender.parameters,
@@ -167,6 +172,7 @@ class UnderLoad:
             sparse=sparse_share(engine, before),
             fallbacks=dict(engine.fallbacks() - calls),
             slower=dict(engine.slower() - slower),
+            extra=most,
             density=self._density(engine, desk, shape),
         )
 

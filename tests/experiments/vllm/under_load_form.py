@@ -13,11 +13,11 @@ from .under_load import Loaded, UnderLoad
 NOTES = (
     "{requests} requests {rate}, {answer} tokens decoded each, steps of at most {budget} tokens. first p50, p99: "
     "milliseconds from a request's coming to its first token. token p50: milliseconds of each token behind the first. "
-    "x first, x p99, x token, x tokens/s: how many times better than the row dense, which is our own kernel with every "
-    "key; {stock} is part of no ratio. tokens/s: prompt tokens that were computed (those in the "
-    "prefix cache are not) by the seconds from the first request to the last token, req/s likewise. method: share of "
-    "these tokens in chunks that ran the method. density: pairs computed / causal pairs of one request of each length, "
-    "alone. dense calls: those that fell back while the clock ran, of all layers."
+    "x first, x p99, x token, x tokens/s: how many times better than the first row, {baseline}. tokens/s: prompt "
+    "tokens that were computed (those in the prefix cache are not) by the seconds from the first request to the last "
+    "token, req/s likewise. method: share of these tokens in chunks that ran the method. density: pairs computed / "
+    "causal pairs of one request of each length, alone. dense calls: those that fell back while the clock ran, of all "
+    "layers. extra GiB: most that PyTorch held while the clock ran beyond what it held before."
 )
 HEADS = " Attention runs on q and k of made-up heads, chosen by each token's position."
 OWN = " Attention runs on the random model's own q and k, which have no structure for a method to find."
@@ -34,14 +34,14 @@ def form(bench: UnderLoad) -> Form:
             rate=f"at {bench.rate:g} a second (Poisson)" if bench.rate else "at once",
             answer=bench.answer,
             budget=bench.budget,
-            stock=bench.setup.stock,
+            baseline=bench.baseline,
         )
         heads = HEADS if bench.structure.heads else OWN
         return text + heads + (ON_CPU if bench.structure.device.type == "cpu" else "")
 
     return Form(
         title=f"under load: {shape.layers} layers of width {shape.hidden}, {shape.dtype}, random weights",
-        heads=("backend", "shape", *TIMES, "method", "density", "dense calls"),
+        heads=("backend", "shape", *TIMES, "method", "density", "dense calls", "extra GiB"),
         cells=_cells,
         fact=_fact,
         remarks=_remarks,
@@ -51,7 +51,7 @@ def form(bench: UnderLoad) -> Form:
 
 def _cells(row: Loaded) -> tuple[str, ...]:
     if row.error or row.times is None:
-        return (row.backend, "failed", *[""] * (len(TIMES) + 3))
+        return (row.backend, "failed", *[""] * (len(TIMES) + 4))
     times, over = row.times, row.speedups
     return (
         row.backend,
@@ -66,17 +66,18 @@ def _cells(row: Loaded) -> tuple[str, ...]:
         or_empty(row.sparse, "{:.3f}"),
         or_empty(row.density, "{:.4f}"),
         str(sum(row.fallbacks.values())),
+        or_empty(None if row.extra is None else row.extra / 2**30, "{:.2f}"),
     )
 
 
 def _fact(row: Loaded) -> dict[str, Any]:
     """Seconds and counts, and what follows from them."""
-    found = {name: value for name, value in asdict(row, recurse=False).items() if name not in ("times", "dense")}
+    found = {name: value for name, value in asdict(row, recurse=False).items() if name not in ("times", "baseline")}
     found |= {"times": None if row.times is None else asdict(row.times), "computed": row.computed}
     if row.times is not None:
         seconds = row.times.seconds
         found |= {"tokens_per_second": row.computed / seconds, "requests_per_second": row.requests / seconds}
-    return {**found, "over_dense": row.speedups, "error": row.error or None}
+    return {**found, "over_baseline": row.speedups, "error": row.error or None}
 
 
 def _remarks(row: Loaded) -> list[str]:
