@@ -31,6 +31,8 @@ TOGETHER = 2
 FEW, SHARE = 128, 128
 """Rows of a short chunk behind the longest context: at least so many, and one of so many keys. Kernels then read pages
 in place, which they may have copied for more rows; they are compiled for each."""
+SMALL, ODD = 300, 3
+"""Tokens of a short prompt; how far others are from a whole number of groups."""
 FILLED = 4
 """Pages of the made-up cache, which stand for all of a request's."""
 Where = Callable[[Tensor, Tensor, int], Pages]
@@ -67,15 +69,28 @@ class Sizes:
         return ((made * 64).to(torch.uint8) if self.stored.itemsize == 1 else made.to(self.stored)).permute(order)
 
     def calls(self, tail: int) -> list[tuple[int, int, int]]:
-        """Query rows, keys, tokens of the prompt: a chunk that is a prompt; where a prompt's end has a dense tail, one
-        that others follow, which has none; one behind the longest context, and there a short one."""
-        first = min(self.step, self.longest)
-        if self.longest == first:
-            return [(first, first, first)]
-        followed = [(first, first, first << 1)] if 0 < tail < ALL_ROWS else []
-        few = max(FEW, self.longest // SHARE)
-        short = [(few, self.longest, self.longest)] if few < self.step else []
-        return [(first, first, first), *followed, (self.step, self.longest, self.longest), *short]
+        """Query rows, keys, tokens of the prompt.
+
+        A short prompt, and a chunk that is a prompt; where a prompt's end has a dense tail, one that others follow,
+        which has none. Chunks behind twice their rows, four times and so on up to the longest context, and there two
+        short ones: kernels read few pages in place and copy others, and order uneven lists. Most begin and end inside
+        groups of tokens, which kernels load otherwise than whole ones.
+        """
+        longest = self.longest
+        first = min(self.step, longest)
+        found = [(rows, rows, rows) for rows in (min(SMALL, first), first // FEW * FEW, first) if rows]
+        if 0 < tail < ALL_ROWS and first < longest:
+            found.append((first, first, first << 1))
+        half = min(self.step, (longest >> 1) - ODD)  # of the keys, or less: lists are then uneven
+        between = [(self.step << i) - ODD for i in range(1, (longest // self.step).bit_length())]
+        several = [
+            (rows, keys) for rows in (first, half) for keys in (longest, *between) if 0 < rows <= keys <= longest
+        ]
+        found += [(*one, longest) for one in several]
+        few, whole = max(1, longest // SHARE // FEW) * FEW, longest // FEW * FEW
+        if few + ODD < min(self.step, longest >> 1):
+            found += [(few, whole, longest), (few + ODD, whole - ODD, longest)]
+        return [*dict.fromkeys(found)]
 
 
 def warm(

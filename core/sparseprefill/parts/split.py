@@ -218,14 +218,16 @@ class Recorder:
 
 def _joined(geometry: Geometry, pieces: Sequence[tuple[Part, SparseMask]]) -> SparseMask:
     """One mask of masks by parts, which come rows outside, heads inside; all on one grid, and cut along it."""
-    group = math.gcd(*(mask.group for _, mask in pieces))  # refiners split groups, where they widen some of their rows
+    tile_q = pieces[0][1].tile_q
+    cuts = {part.rows[0] + geometry.q_offset for part, _ in pieces if part.rows[0]}
+    # Refiners split groups, where they widen some of their rows; and a cut may lie inside a group.
+    group = math.gcd(*(mask.group for _, mask in pieces), *(cut // tile_q for cut in cuts if cut % tile_q == 0))
     widths = [mask.stripe_width for _, mask in pieces if mask.stripes is not None]
     width = math.gcd(*widths) if widths else 1
     pieces = [(part, mask.regrouped(group).with_stripe_width(width)) for part, mask in pieces]
     masks = [mask for _, mask in pieces]
     first = masks[0]
     grid = (first.tile_q, first.tile_k, first.group)
-    cuts = {part.rows[0] + geometry.q_offset for part, _ in pieces if part.rows[0]}
     striped = any(mask.stripes is not None for mask in masks)
     rows = first.group_rows if striped else first.tile_q
     if any((mask.tile_q, mask.tile_k, mask.group) != grid for mask in masks) or any(cut % rows for cut in cuts):

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
     from sparseprefill.mask.geometry import Geometry
 
+EVERY = 1 << 20
+"""Query tiles that share a list of columns: more than any prompt has. One number for prompts of all lengths, for kernels
+are compiled for it."""
+
 
 def vertical_slash(call: AttentionCall, gamma: float, block: int) -> Plan:
     """Columns (as stripes) and diagonals (as tiles) that each carry `gamma` of the last block's attention.
@@ -100,13 +104,12 @@ def columns_and_diagonals(
     positions on the row's grid. The map of tiles is read when the mask is used: nobody may write to it after this.
     """
     geometry = call.geometry
-    group = geometry.tile_columns(block)
-    groups = geometry.tile_rows(group * block)
+    groups = geometry.tile_rows(EVERY * block)
     stripes = IndexLists.from_map(columns[:, :, None].expand(-1, -1, groups, -1))
     if exclude is not None:
         stripes.counts.masked_fill_(exclude[..., None], 0)
     chosen = TileMap(geometry=geometry, tile_q=block, tile_k=block, keep=tiles, band=0, sink=sink)
-    return SparseMask(geometry, block, block, chosen, group, stripes)
+    return SparseMask(geometry, block, block, chosen, EVERY, stripes)
 
 
 def sinks_and_near(

@@ -53,13 +53,29 @@ def pages(cache: Tensor, table: Tensor, keys: int) -> Pages:
 
 
 @pytest.mark.parametrize(
-    ("step", "longest", "short"), [(8192, 131072, [1024]), (2048, 8192, [128]), (128, 8192, []), (1024, 131072, [])]
+    ("step", "longest", "behind", "short"),
+    [
+        (8192, 131072, [131072, 16381, 32765, 65533, 131069], [(1024, 131072), (1027, 131069)]),
+        (2048, 8192, [8192, 4093, 8189], [(128, 8192), (131, 8189)]),
+        (128, 500, [500, 253], []),
+        (1024, 5000, [5000, 2045, 4093], [(128, 4992), (131, 4989)]),
+    ],
 )
-def test_a_short_chunk_behind_the_longest_context_is_compiled_too(step: int, longest: int, short: list[int]) -> None:
+def test_chunks_behind_all_kinds_of_contexts(
+    step: int, longest: int, behind: list[int], short: list[tuple[int, int]]
+) -> None:
     """Of many rows, keys of an fp8 cache are copied, by another kernel than the one that reads few rows' in place."""
     made = evolve(SIZES, step=step, longest=longest).calls(tail=128)
-    assert [(step, step, step), (step, step, 2 * step), (step, longest, longest)] == made[:3]
-    assert [(rows, longest, longest) for rows in short] == made[3:]
+    prompts = [(rows, rows, rows) for rows in dict.fromkeys((min(300, step), step))]
+    assert [*prompts, (step, step, 2 * step)] == made[: len(prompts) + 1]
+    rest = [(step, keys, longest) for keys in behind] + [(*one, longest) for one in short]
+    assert rest == made[len(prompts) + 1 :]
+
+
+def test_a_step_that_holds_the_longest_prompt_may_hold_its_end_alone() -> None:
+    made = evolve(SIZES, step=8192, longest=1000).calls(tail=128)
+    assert [(300, 300, 300), (896, 896, 896), (1000, 1000, 1000), (497, 1000, 1000)] == made[:4]
+    assert [(128, 896, 1000), (131, 893, 1000)] == made[4:]
 
 
 def test_a_prompt_and_a_chunk_behind_it_run_in_two_layers_of_one_request() -> None:
@@ -100,7 +116,7 @@ def test_without_a_dense_tail_a_chunk_is_as_a_prompt() -> None:
 def test_requests_of_one_chunk_need_no_second() -> None:
     kept = Kept()
     warm(kept.pipeline, LAYERS[:1], evolve(SIZES, longest=48), pages)
-    assert [48, 24, 24] == [call.kv_len for call in kept.calls], "alone, and two in a step"
+    assert [48, 24, 24, 48, 37, 37] == [call.kv_len for call in kept.calls], "alone, and two in a step, twice"
 
 
 def test_calls_too_small_for_the_method_run_as_they_will() -> None:
@@ -117,8 +133,8 @@ def test_calls_too_small_for_the_method_run_as_they_will() -> None:
             return plain.accumulate(call, plan)
 
     warm(evolve(kept.pipeline, executor=Executor()), LAYERS[:1], evolve(SIZES, small=20), pages)
-    assert [48, 48, 20] == [call.q.shape[2] for call in ran]
-    assert 2 == len(kept.calls), "the last is none of the method's"
+    assert [48, 48, 32, 20] == [call.q.shape[2] for call in ran]
+    assert 3 == len(kept.calls), "the last is none of the method's"
 
 
 @pytest.mark.parametrize(
@@ -156,7 +172,7 @@ def test_once_for_each_kind_of_layer(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         for sizes in (SIZES, SIZES, evolve(SIZES, page=32)):
             warm_engine(runtime, LAYERS, sizes, pages)
-    assert 36 == len(kept.calls), "two kinds, three calls, two layers; and two requests of each"
+    assert 48 == len(kept.calls), "two kinds, four calls, two layers; and two requests of each"
     assert 2 == caplog.text.count("kernels are ready")
     assert not runtime.session.report("", "").layers, "nobody asked for these calls"
 

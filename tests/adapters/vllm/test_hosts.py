@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from adapters.vllm import engine
 
 pytestmark = [engine.NEEDED]

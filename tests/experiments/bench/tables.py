@@ -17,7 +17,7 @@ from .shape import Shape
 
 MASKS = (
     "full",
-    *(f"tiles:{share}" for share in (0.5, 0.25, 0.1, 0.05)),
+    *(f"tiles:{share}" for share in (0.5, 0.25, 0.1, 0.05, 0.02)),
     *(f"stripes:{share}" for share in (0.1, 0.05, 0.02)),
     "tiles:0.05+stripes:0.05",
 )

@@ -26,7 +26,7 @@ from .inner import Seen
 from .start import started
 from .table import Table
 
-INNER = ("anchor-attention", "flexprefill", "xattention", "streaming")
+INNER = ("rowmax", "anchor-attention", "flexprefill", "xattention", "streaming")
 TIMEOUT = 60.0  # seconds without progress; the first row of a kernel compiles it
 
 
