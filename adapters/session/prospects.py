@@ -125,9 +125,12 @@ def _listed(reasons: Mapping[int, str]) -> str:
     found: dict[str, list[int]] = {}
     for layer, reason in reasons.items():
         found.setdefault(reason, []).append(layer)
-    if len(found) == 1:
-        return f"every chosen layer stays dense: {next(iter(found))}"
-    return "; ".join(f"{'layer' if len(of) == 1 else 'layers'} {_ranges(of)}: {why}" for why, of in found.items())
+    match list(found):
+        case [reason]:
+            return f"every chosen layer stays dense: {reason}"
+        case _:
+            parts = (f"{'layer' if len(of) == 1 else 'layers'} {_ranges(of)}: {why}" for why, of in found.items())
+            return "; ".join(parts)
 
 
 def _ranges(layers: list[int]) -> str:

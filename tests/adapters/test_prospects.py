@@ -111,6 +111,19 @@ def test_what_the_gate_says_of_the_longest_call_is_told() -> None:
     assert found.doubts == ("up to 64 tokens every call stays dense: 64 keys are too few",)
 
 
+def test_one_batch_row_is_tried_however_many_the_layer_has() -> None:
+    """The other sizes are the layer's."""
+    like, asked = make(3, batch=2, heads=4, kv_heads=2), set[tuple[int, ...]]()
+
+    class Notes:
+        def judge(self, call: sp.AttentionCall, method: str) -> sp.Verdict:
+            asked.add((*call.q.shape, *call.v.shape))
+            return sp.Verdict(False)
+
+    prospects(sp.gated(sp.build("streaming", **STREAMING), Notes()), {0: like}, 16, trained=32)
+    assert {(1, 4, keys, 8, 1, 2, keys, 8) for keys in (16, 32)} == asked
+
+
 def test_layers_of_the_host_and_layers_without_any() -> None:
     def never(layers: dict[int, Any], **options: Any) -> str:
         return prospects(FULL, layers, 16, **options).never
