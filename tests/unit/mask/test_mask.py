@@ -120,6 +120,20 @@ def test_lists_without_entries_may_begin_anywhere() -> None:
     SparseMask(CALL.geometry, 4, 4, evolve(lists, offsets=lists.offsets - 7)).check()
 
 
+def test_dense_rows_around_stripes_hold_no_stripe_in_a_tile() -> None:
+    """So an executor need not ask; tiles that a stripe of the other mask runs through are stripes now."""
+    call = make(40)
+    keep = torch.zeros(1, 1, 5, 40, dtype=torch.bool)
+    keep[..., 11] = True
+    found = SparseMask.empty(call, 8).with_dense_rows((3, 4), SparseMask.from_stripes(call, keep, 1, 8, diagonal=False))
+    expected = torch.arange(40) <= torch.arange(24, 32)[:, None]
+    expected[:, 11] = False
+    assert torch.equal(expected.expand(1, 2, -1, -1), found.to_dense(range(24, 32)))
+    assert not bool(found.to_dense([*range(24), *range(32, 40)]).any())
+    assert found.stripes is not None
+    assert found.disjoint
+
+
 def test_rows_as_a_list() -> None:
     mask = SparseMask.full(CALL, 4)
     assert torch.equal(mask.to_dense()[:, :, [3, -1]], mask.to_dense([3, -1]))
