@@ -636,8 +636,7 @@ def _fused(
     """
     bias = None
     if seen is not None and not causal:
-        bias = torch.zeros(seen.shape, dtype=q.dtype).masked_fill_(~seen, -torch.inf)
-        bias = bias[:, None] if bias.dim() == 3 else bias
+        bias = _bias(seen, q.dtype).reshape(-1, 1, *seen.shape[-2:])
     run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = run(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
     return out, lse
@@ -648,11 +647,12 @@ def _logits(q: Tensor, k: Tensor, row: _Row, seen: Tensor | None) -> Tensor:
     logits = torch.bmm(q * row.call.softmax_scale, k.transpose(1, 2))
     if (cap := row.call.softcap) is not None:
         logits.div_(cap).tanh_().mul_(cap)
-    if seen is None:
-        return logits
-    if seen.dim() == 2:  # one mask for all of them is added faster than filled in
-        return logits.add_(torch.zeros(seen.shape, dtype=q.dtype).masked_fill_(~seen, -torch.inf))
-    return logits.masked_fill_(~seen, -torch.inf)
+    return logits if seen is None else logits.add_(_bias(seen, q.dtype))
+
+
+def _bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to logits: -inf where a key is not seen. One mask for many is added far faster than filled in."""
+    return torch.where(seen, 0.0, -torch.inf).to(dtype)
 
 
 def _plain(logits: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
