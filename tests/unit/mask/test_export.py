@@ -119,6 +119,8 @@ def test_a_group_without_wide_columns_may_begin_anywhere() -> None:
     beyond.check()
     expected, found = mask.to_flex(4), beyond.to_flex(4)
     assert torch.equal(expected.to_dense(), found.to_dense())
+    assert expected.full_kv_num_blocks is not None
+    assert found.full_kv_num_blocks is not None
     assert torch.equal(expected.full_kv_num_blocks, found.full_kv_num_blocks)
 
 

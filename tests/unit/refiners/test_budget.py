@@ -116,17 +116,17 @@ def test_a_ceiling_is_kept_and_spent(call: sp.AttentionCall, data: st.DataObject
 
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.8, 0.95])
 def test_a_ceiling_over_many_tiles(share: float) -> None:
-    """Up to 24 tiles of 8 tokens, with stripes of any worth between them."""
-    call, source = make(192, heads=1, kv_heads=1), torch.Generator().manual_seed(0)
-    tiles = torch.rand(1, 1, 24, 24, generator=source)
-    columns = torch.rand(1, 1, 1, 192, generator=source) / 8
-    keep = torch.rand(1, 1, 12, 192, generator=source) < 0.3
+    """Up to 24 tiles of 8 tokens, with stripes of any worth between them, which each group of 16 rows sees otherwise."""
+    call, source = make(160, 192, heads=1, kv_heads=1), torch.Generator().manual_seed(0)
+    tiles = torch.rand(1, 1, 20, 24, generator=source)
+    columns = torch.rand(1, 1, 10, 192, generator=source) / 8
+    keep = torch.rand(1, 1, 10, 192, generator=source) < 0.3
     mask = sp.SparseMask.from_stripes(call, keep, 2, 8, diagonal=False) | sp.SparseMask.full(call, 8)
-    priority = sp.PriorityScores(tiles=tiles, tile_q=8, tile_k=8, columns=columns)
+    priority = sp.PriorityScores(tiles=tiles, tile_q=8, tile_k=8, columns=columns, rows=16)
     plan, ceiling = sp.Plan(mask, priority=priority), sp.BudgetCeiling(share=share)
     found = refined(ceiling, call, plan).mask
     assert torch.equal(capped(call, plan, {"share": share}, 1, 1), found.to_dense())
-    assert found.tile_map()[0, 0, 23].sum() > 24 * share - 4
+    assert found.tile_map()[0, 0, 19].sum() > 24 * share - 4
 
 
 def test_a_diagonal_tile_that_is_added_leaves_out_the_stripes_of_a_carry() -> None:
