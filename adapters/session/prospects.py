@@ -76,7 +76,7 @@ def prospects(
 def _lengths(route: Route, min_query: int, trained: int | None) -> list[int]:
     """Lengths of prompts to try: powers of two from `min_query` on, the longest, and one of each range of a profile."""
     last = max(min_query, LONGEST if trained is None else min(trained, LONGEST))
-    powers = [min_query << i for i in range(64) if min_query << i < last]
+    powers = [min_query << i for i in range(LONGEST.bit_length()) if min_query << i < last]
     ranges = () if route.profile is None else route.profile.ranges
     return sorted({*powers, last, *(one.least for one in ranges if min_query <= one.least <= last)})
 

@@ -98,10 +98,10 @@ def _dealt(geometry: Geometry, tile: int, rows: int, span: int | None) -> Stretc
     own = _floor(position, tile) - tile_at[:, :1]
     return Stretches(
         tile=tile,
-        rows=(position - start[:, None]).clamp(0, geometry.q_len - 1),
+        rows=(position - start[:, None]).clamp(min=0),
         real=real,
         position=position,
-        own=own.clamp(0, number - 1),
+        own=own.clamp(min=0),
         first=first,
         of=of.clamp(0, sample.numel() - 1),
         inhabited=inhabited,

@@ -116,7 +116,7 @@ def test_a_ceiling_is_kept_and_spent(call: sp.AttentionCall, data: st.DataObject
 
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.8, 0.95])
 def test_a_ceiling_over_many_tiles(share: float) -> None:
-    """Up to 24 tiles of 8 tokens, with stripes of any worth between them, which each group of 16 rows sees otherwise."""
+    """Up to 24 tiles of 8 tokens, with stripes of any worth between them, another for each group of 16 rows."""
     call, source = make(160, 192, heads=1, kv_heads=1), torch.Generator().manual_seed(0)
     tiles = torch.rand(1, 1, 20, 24, generator=source)
     columns = torch.rand(1, 1, 10, 192, generator=source) / 8
