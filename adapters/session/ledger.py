@@ -87,11 +87,11 @@ class Room:
 class LayerRecord:
     """Counts of one layer, and what the density of its last prefill needs.
 
-    cross: calls of its cross attention. pairs: (computed, allowed) pairs measured in the last prefill. waiting: results
-    of it that are not measured yet; held: bytes of them, which count in `room`, too, without those counted at once.
-    lost: some result was neither kept nor counted, in a CUDA graph's capture or for lack of memory, so that the density
-    is unknown. skips: whether a result of it could leave out pairs by their logits; skipped: how many did, and how many
-    the masks held. eight: of its last call in 8 bits.
+    cross: calls of its cross attention. serial: of the last prefill, None before the first. pairs: (computed, allowed)
+    pairs measured in it. waiting: results of it that are not measured yet; held: bytes of them, which count in `room`,
+    too, without those counted at once. lost: some result was neither kept nor counted, in a CUDA graph's capture or for
+    lack of memory, so that the density is unknown. skips: whether a result of it could leave out pairs by their logits;
+    skipped: how many did, and how many the masks held. eight: of its last call in 8 bits.
     """
 
     layer: int
@@ -101,7 +101,7 @@ class LayerRecord:
     cross: int = 0
     last: Mode = "unused"
     sizes: tuple[int, int, int] = (0, 0, 0)
-    serial: int = -1
+    serial: int | None = None
     pairs: tuple[int, int] = (0, 0)
     waiting: list[Uncounted] = field(factory=list)
     held: int = 0

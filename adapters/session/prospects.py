@@ -76,7 +76,7 @@ def prospects(
 def _lengths(route: Route, min_query: int, trained: int | None) -> list[int]:
     """Lengths of prompts to try: powers of two from `min_query` on, the longest, and one of each range of a profile."""
     last = max(min_query, LONGEST if trained is None else min(trained, LONGEST))
-    powers = [min_query << i for i in range(64) if min_query << i < last]
+    powers = [min_query << i for i in range(LONGEST.bit_length()) if min_query << i < last]
     ranges = () if route.profile is None else route.profile.ranges
     return sorted({*powers, last, *(one.least for one in ranges if min_query <= one.least <= last)})
 
@@ -125,9 +125,12 @@ def _listed(reasons: Mapping[int, str]) -> str:
     found: dict[str, list[int]] = {}
     for layer, reason in reasons.items():
         found.setdefault(reason, []).append(layer)
-    if len(found) == 1:
-        return f"every chosen layer stays dense: {next(iter(found))}"
-    return "; ".join(f"{'layer' if len(of) == 1 else 'layers'} {_ranges(of)}: {why}" for why, of in found.items())
+    match list(found):
+        case [reason]:
+            return f"every chosen layer stays dense: {reason}"
+        case _:
+            parts = (f"{'layer' if len(of) == 1 else 'layers'} {_ranges(of)}: {why}" for why, of in found.items())
+            return "; ".join(parts)
 
 
 def _ranges(layers: list[int]) -> str:

@@ -31,6 +31,11 @@ class Remark(str):
     __slots__ = ()
 
 
+def base_of(most: Tensor) -> Tensor:
+    """What is taken from logits before `exp`: the largest of each row; 0 where that is -inf, as of no logits at all."""
+    return torch.where(most.isneginf(), 0.0, most)
+
+
 @frozen(eq=False)
 class SoftmaxState:
     """Unnormalised partial attention: running maximum, sum and weighted values, in natural-log units.
@@ -57,7 +62,7 @@ class SoftmaxState:
     def merge(self, other: SoftmaxState) -> SoftmaxState:
         """The state over both sets of keys, which must be disjoint. Associative and commutative; -inf safe."""
         m = torch.maximum(self.m, other.m)
-        base = torch.where(m.isneginf(), 0.0, m)
+        base = base_of(m)
         mine, theirs = torch.exp(self.m - base), torch.exp(other.m - base)
         acc = self.acc * mine[..., None] + other.acc * theirs[..., None]
         return SoftmaxState(m, self.l * mine + other.l * theirs, acc)
@@ -67,11 +72,9 @@ class SoftmaxState:
 
         sinks: ``[Hq]`` logits that join the denominator of the output.
         """
-        lse = torch.where(self.m.isneginf(), -torch.inf, self.m + torch.log(self.l))
-        total = self.l
+        lse, total = self.m + torch.log(self.l), self.l
         if sinks is not None:
-            base = torch.where(self.m.isneginf(), 0.0, self.m)
-            total = total + torch.exp(sinks.to(self.m.dtype)[:, None] - base)
+            total = total + torch.exp(sinks.to(self.m.dtype)[:, None] - base_of(self.m))
         out = self.acc / torch.where(total == 0, 1.0, total)[..., None]
         return out, lse
 

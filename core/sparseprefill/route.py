@@ -125,11 +125,11 @@ class Route(Runner):
             )
         made: list[Pipeline | None] = []
         for i, one in enumerate(profile.ranges):
-            if one.method is None or one.parameters is None:
+            if one.method is None:
                 made.append(None)
                 continue
             try:
-                made.append(find(one.method).pipeline(**{**one.parameters, **(parameters or {})}))
+                made.append(find(one.method).pipeline(**{**(one.parameters or {}), **(parameters or {})}))
             except ParameterError as error:
                 raise ParameterError(f"profile of {profile.name}, ranges[{i}].parameters: {error}") from error
         return cls(profile.name, tuple(made), profile)

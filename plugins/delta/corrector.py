@@ -72,8 +72,7 @@ class Delta:
         """The result with the differences added; shapes, LSE and plan stay."""
         check_plan(call, plan)
         geometry, held = call.geometry, plan.held()
-        first = geometry.first_position().clamp(min=0)[:, None]
-        sampled = torch.maximum(geometry.tiles(self.gamma) * self.gamma, first)
+        sampled = torch.maximum(geometry.tiles(self.gamma) * self.gamma, geometry.first_position()[:, None])
         index, real = geometry.locate(sampled)
         values, spoilt = _values(call, held.map.shape[3] * held.grid[1])
         step = max(1, _entries(call) // (geometry.batch * geometry.heads * values.shape[2]))
@@ -83,8 +82,7 @@ class Delta:
             found.append(_differences(call, held, result, values, spoilt, *some))
         difference = torch.cat(found, 2)
         group = torch.div(geometry.query_positions(), self.gamma, rounding_mode="floor")
-        group = (group - geometry.first_tile(self.gamma)[:, None]).clamp(min=0)
-        mine = rows_at(difference, group)
+        mine = rows_at(difference, group - geometry.first_tile(self.gamma)[:, None])
         changed = (mine != 0) & geometry.real_queries()[:, None, :, None]
         out = torch.where(changed, (result.out.to(mine.dtype) + mine).to(result.out.dtype), result.out)
         return evolve(result, out=out)
@@ -112,12 +110,10 @@ def _differences(
     total = lse if call.sinks is None else torch.logaddexp(lse, call.sinks.to(lse.dtype)[:, None])
     highest = logits.amax(-1)
     most = torch.maximum(total, highest)
-    base = torch.where(most.isneginf(), 0.0, most)
-    mine, weights = torch.exp(total - base), torch.exp(logits - base[..., None])
+    mine, weights = torch.exp(total - most), torch.exp(logits - most[..., None])  # NaN where a row sees no key at all
     theirs = weights.sum(-1)
     both = mine + theirs
-    share = theirs / torch.where(both == 0, 1.0, both)
-    mean = products(weights, values.mT) / torch.where(both == 0, 1.0, both)[..., None]
+    share, mean = theirs / both, products(weights, values.mT) / both[..., None]
     difference = mean - share[..., None] * out  # dense less sparse, where dense = (1 - share) out + mean
     fit = torch.isfinite(difference).all(-1, keepdim=True) & (highest > -torch.inf)[..., None]
     fit &= ~(products(weights, spoilt.mT) > 0)

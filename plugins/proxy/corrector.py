@@ -130,16 +130,15 @@ def _corrected(call: AttentionCall, held: Held, keys: _TileKeys, result: Result,
     weight = math.log(tile_k) if count is None else count.clamp(min=1).log().repeat_interleave(tile_q, 2)
     logits = (logits + weight).masked_fill(~entered, -torch.inf)
     total = lse if call.sinks is None else torch.logaddexp(lse, call.sinks.to(lse.dtype)[:, None])
-    most = torch.maximum(total, logits.amax(-1))
-    base = torch.where(most.isneginf(), 0.0, most)
-    mine, theirs = torch.exp(total - base), torch.exp(logits - base[..., None])
+    highest = logits.amax(-1)
+    most = torch.maximum(total, highest)
+    mine, theirs = torch.exp(total - most), torch.exp(logits - most[..., None])  # NaN where a row sees no key at all
     if kept is None:
         value = products(theirs, mean_value.mT)
     else:
         value = (theirs.unflatten(2, (-1, tile_q)) @ mean_value).flatten(2, 3)
-    both = mine + theirs.sum(-1)
-    merged = (out.to(keys.dtype) * mine[..., None] + value) / torch.where(both == 0, 1.0, both)[..., None]
-    return torch.where(entered.any(-1, keepdim=True), merged.to(out.dtype), out)
+    merged = (out.to(keys.dtype) * mine[..., None] + value) / (mine + theirs.sum(-1))[..., None]
+    return torch.where(highest.isneginf()[..., None], out, merged.to(out.dtype))
 
 
 class _TileKeys:

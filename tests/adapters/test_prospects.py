@@ -111,12 +111,45 @@ def test_what_the_gate_says_of_the_longest_call_is_told() -> None:
     assert found.doubts == ("up to 64 tokens every call stays dense: 64 keys are too few",)
 
 
+def test_one_batch_row_is_tried_however_many_the_layer_has() -> None:
+    """The other sizes are the layer's."""
+    like, asked = make(3, batch=2, heads=4, kv_heads=2), set[tuple[int, ...]]()
+
+    class Notes:
+        def judge(self, call: sp.AttentionCall, method: str) -> sp.Verdict:
+            asked.add((*call.q.shape, *call.v.shape))
+            return sp.Verdict(False)
+
+    prospects(sp.gated(sp.build("streaming", **STREAMING), Notes()), {0: like}, 16, trained=32)
+    assert {(1, 4, keys, 8, 1, 2, keys, 8) for keys in (16, 32)} == asked
+
+
+@pytest.mark.parametrize(("size", "value"), [("heads", 8), ("kv_heads", 1), ("head_dim", 16), ("dtype", torch.float64)])
+def test_every_kind_of_layer_is_tried(size: str, value: Any) -> None:
+    """Of two alike only one is; here the second differs, and its calls alone are worth it."""
+    sizes: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 8, "dtype": torch.float32}
+    calls = []
+    for one in (sizes, {**sizes, size: value}):
+        shapes = ((1, one[name], 1, one["head_dim"]) for name in ("heads", "kv_heads", "kv_heads"))
+        calls.append(sp.AttentionCall(*(torch.zeros(shape, dtype=one["dtype"]) for shape in shapes)))
+
+    class Other:
+        def judge(self, call: sp.AttentionCall, method: str) -> sp.Verdict:
+            found = call.q.shape[1], call.kv_heads, call.q.shape[3], call.q.dtype
+            return sp.Verdict(found != tuple(sizes.values()), None, "one kind")
+
+    route = sp.gated(sp.build("streaming", **STREAMING), Other())
+    assert () == prospects(route, dict(enumerate(calls)), 16).doubts
+    assert 1 == len(prospects(route, dict(enumerate([calls[0]] * 2)), 16).doubts)
+
+
 def test_layers_of_the_host_and_layers_without_any() -> None:
     def never(layers: dict[int, Any], **options: Any) -> str:
         return prospects(FULL, layers, 16, **options).never
 
     assert "the model has no attention layer" == never({})
     assert "layers 0 to 2: pooling; layer 3: MLA" == never({0: "pooling", 1: "pooling", 2: "pooling", 3: "MLA"})
+    assert "layers 0, 2, 3: pooling; layer 1: MLA" == never({0: "pooling", 1: "MLA", 2: "pooling", 3: "pooling"})
     assert "" == never({0: "pooling", 1: LIKE})
     assert "every chosen layer stays dense: pooling" == never({0: "pooling", 1: LIKE}, chosen=frozenset({0}))
 

@@ -13,7 +13,7 @@ from attrs import evolve
 from sparseprefill.adapters.session import ledger
 from sparseprefill.adapters.session import session as module
 from sparseprefill.adapters.session.defaults import MIN_QUERY
-from sparseprefill.adapters.session.ledger import LayerRecord, Uncounted
+from sparseprefill.adapters.session.ledger import LayerRecord, Room, Uncounted
 from sparseprefill.adapters.session.prospects import NOT_CHOSEN
 from sparseprefill.adapters.session.report import LayerRecall, LayerReport, Report
 from sparseprefill.adapters.session.session import WHOLE, Fallback, Prefill, Session, sizes
@@ -66,6 +66,18 @@ def test_another_prefill_begins_from_nothing() -> None:
     assert (4 * 66, 4 * 528) == record.total
     assert record.report(mean=False).density is None
     assert 66 / 528 == record.report(mean=True).mean_density
+
+
+def test_layers_share_one_room() -> None:
+    """Of 80 bytes 40 are taken: the first result waits as it is, and the second is counted at once."""
+    room = Room(40)
+    first, second = LayerRecord(0, room), LayerRecord(1, room)
+    for record in (first, second):
+        record.keep(uncounted(66), most=80)
+    assert (72, 32, 0) == (room.held, first.held, second.held)
+    for record in (first, second):
+        record.report(mean=False)
+    assert 40 == room.held
 
 
 def test_a_layer_says_which_heads_stayed_in_16_bits() -> None:

@@ -10,6 +10,8 @@ import torch
 from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sparseprefill.plugins.delta import corrector as delta
+from sparseprefill.plugins.proxy import corrector as proxy
 from torch import Tensor
 
 import sparseprefill as sp
@@ -184,6 +186,27 @@ def test_parts_are_corrected_as_the_whole(corrector: sp.Corrector, name: str) ->
     assert cut.corrected == whole_.corrected
     same(whole_.out.double(), cut.out)
     same(whole_.lse.double(), cut.lse)
+
+
+@pytest.mark.parametrize("corrector", CORRECTORS.values(), ids=CORRECTORS)
+def test_a_few_rows_at_a_time_are_the_whole(corrector: sp.Corrector, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = make(300, heads=4, kv_heads=2)
+    pipeline = sp.build("vertical-slash", **sp.default_registry().get("vertical-slash").small).with_corrector(corrector)
+    expected = pipeline.run(call).out
+    for module in (delta, proxy):
+        monkeypatch.setattr(module, "ENTRIES_ON_CPU", 3 * 4 * 304)
+    same(expected.double(), pipeline.run(call).out)
+
+
+def test_a_head_without_numbers_takes_nothing_from_another() -> None:
+    """Delta of a row whose query is NaN in one head alone."""
+    call, bare = make(100), sp.build("streaming", sink=8, window=8, block=8)
+    pipeline = evolve(bare, executor=REFERENCE, corrector=sp.Delta(gamma=16))
+    q = call.q.clone()
+    q[0, 0, 48] = torch.nan
+    expected, found = pipeline.run(call).out, pipeline.run(evolve(call, q=q)).out
+    assert torch.equal(expected[0, 1], found[0, 1])
+    assert bool(torch.isfinite(found[0, 0, 49:]).all())
 
 
 @pytest.mark.parametrize("name", ["keys", "values"])

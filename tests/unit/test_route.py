@@ -287,3 +287,13 @@ def test_a_configuration_names_its_gate(path: Path) -> None:
     assert table() == found.gate
     assert isinstance(sp.from_config({"method": "streaming", "gate": "auto"}), sp.Route)
     assert isinstance(sp.from_config({"method": "streaming", "gate": False}), sp.Pipeline)
+
+
+def test_a_new_name_of_all_pipelines_is_the_routes_too() -> None:
+    route = sp.Route.of(sp.build("streaming"))
+    assert "new" == route.each(lambda one: evolve(one, name="new")).name
+    assert "streaming" == route.each(lambda one: evolve(one, workspace=None)).name
+    names = iter(("one", "other"))
+    two = evolve(route, name="both", pipelines=route.pipelines * 2)
+    assert "both" == two.each(lambda one: evolve(one, name=next(names))).name
+    assert "both" == two.each(lambda one: one).name

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from sparseprefill.plan import SoftmaxState
+from sparseprefill.plan import SoftmaxState, base_of
 
 CPU = torch.device("cpu")
 
@@ -28,6 +28,13 @@ def test_merge_is_the_softmax_over_both() -> None:
     both = torch.cat([a, b], -1)
     torch.testing.assert_close(out, torch.softmax(both, -1) @ torch.cat([va, vb], 2))
     torch.testing.assert_close(lse, torch.logsumexp(both, -1))
+
+
+def test_what_is_taken_from_logits() -> None:
+    """Their largest, so that none is too large for `exp`; -inf less -inf would be no number."""
+    most = torch.tensor([-torch.inf, -3.0, 0.0, 700.0, torch.inf])
+    assert base_of(most).tolist() == [0.0, -3.0, 0.0, 700.0, torch.inf]
+    assert bool(base_of(torch.tensor(torch.nan)).isnan())
 
 
 def test_empty_is_neutral() -> None:

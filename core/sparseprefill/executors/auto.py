@@ -40,9 +40,7 @@ class AutoExecutor:
             check_call(call)
         if call.q.device.type != "cuda":
             return CPU if call.q.device.type == "cpu" else REFERENCE
-        from sparseprefill.executors.triton import TritonExecutor
-
-        return TritonExecutor(precision=self.precision, bound=self.bound)
+        return self._triton()
 
     def unsupported(self, call: AttentionCall) -> str | None:
         """The chosen executor's objection."""
@@ -62,14 +60,18 @@ class AutoExecutor:
 
     def execute_many(self, calls: Sequence[AttentionCall], plans: Sequence[Plan]) -> list[Result]:
         """Run `execute` for each call; together where Triton serves all: see `TritonExecutor.execute_many`."""
-        first = self.choose(calls[0]) if calls and all(call.q.is_cuda for call in calls) else None
-        if first is None or isinstance(first, CpuExecutor | ReferenceExecutor):
+        if not calls or not all(call.q.is_cuda for call in calls):
             return [self.execute(call, plan) for call, plan in zip(calls, plans, strict=True)]
-        return first.execute_many(calls, plans)
+        return self._triton().execute_many(calls, plans)
 
     def accumulate(self, call: AttentionCall, plan: Plan) -> SoftmaxState:
         """The unnormalised state of one call, by the executor that `choose` names: see `SparseExecutor.accumulate`."""
         return self.choose(call).accumulate(call, plan)
+
+    def _triton(self) -> TritonExecutor:
+        from sparseprefill.executors.triton import TritonExecutor
+
+        return TritonExecutor(precision=self.precision, bound=self.bound)
 
     def _told(self, call: AttentionCall, result: Result) -> Result:
         if self.precision == "call" or call.q.is_cuda:

@@ -15,7 +15,7 @@ from sparseprefill.errors import UnsupportedCallError
 from sparseprefill.executors.reference import REFERENCE
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.parts.workspace import TILE, default_workspace
-from sparseprefill.plan import Kernel, Plan, Result, Skipped, SoftmaxState, check_plan
+from sparseprefill.plan import Kernel, Plan, Result, Skipped, SoftmaxState, base_of, check_plan
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
@@ -79,7 +79,7 @@ class CpuExecutor:
         if plan.skip_below is not None:
             return _skim(call, plan, plan.skip_below)[0]
         out, lse, most = _attend(call, plan.mask, most=True)
-        share = torch.where(lse.isneginf(), 0.0, (lse - most).exp())
+        share = (lse - base_of(most)).exp()
         state = SoftmaxState(most, share, out.mul_(share[..., None]))
         return state if plan.carry is None else plan.carry.state.merge(state)
 
@@ -408,11 +408,11 @@ class _Row:
         run = 1 << most.bit_length() - 1
         ahead = self.start % run
         edges = (ahead, -(ahead + rows) % run)
-        lists = torch.stack([functional.pad(x, edges, value=-1) for x in (counts, offsets)]).unflatten(2, (-1, run))
-        alike = (lists == lists[..., :1]).all(-1).all(0)  # [h, runs of the grid]
-        head, number = (alike & (lists[0, ..., 0] > 0)).nonzero(as_tuple=True)
+        lists = torch.stack([functional.pad(x, edges) for x in (counts, offsets)]).unflatten(2, (-1, run))
+        alike = (lists == lists[..., :1]).all(-1).all(0)  # [h, runs of the grid]; of 0 beyond the rows
+        head, number = (alike & lists[0, ..., 0].bool()).nonzero(as_tuple=True)
         yield run, head * rows + number * run - ahead
-        alone = ~alike.repeat_interleave(run, 1)[:, ahead : ahead + rows] & (counts > 0)
+        alone = ~alike.repeat_interleave(run, 1)[:, ahead : ahead + rows] & counts.bool()
         yield 1, alone.flatten().nonzero()[:, 0]
 
     def in_order(self, head: int) -> Iterator[tuple[Tensor, Tensor, int]]:
@@ -468,7 +468,7 @@ class _Row:
 
         lse: ``[Hq, n]`` of the rows. heads: bool ``[Hq]``.
         """
-        base, real = self.tiled(torch.where(lse.isneginf(), 0.0, lse)), self.real().sum(-1)
+        base, real = self.tiled(base_of(lse)), self.real().sum(-1)
         found = torch.zeros(self.tiles.shape)
         for head in heads.nonzero().flatten().tolist():
             position, there, width = next(self.in_order(head))
@@ -588,7 +588,7 @@ def _vote(
     if items.numel() == 0:
         return gone
     highest = torch.maximum(m, most)
-    base = torch.where(highest.isneginf(), 0.0, highest)
+    base = base_of(highest)
     p, alpha = logits.sub_(base[..., None]).exp_(), (m - base).exp_()
     state.m.index_copy_(0, items, highest)
     state.l.index_copy_(0, items, state.l.index_select(0, items) * alpha + p.sum(-1))
@@ -636,8 +636,7 @@ def _fused(
     """
     bias = None
     if seen is not None and not causal:
-        bias = torch.zeros(seen.shape, dtype=q.dtype).masked_fill_(~seen, -torch.inf)
-        bias = bias[:, None] if bias.dim() == 3 else bias
+        bias = _bias(seen, q.dtype).reshape(-1, 1, *seen.shape[-2:])
     run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = run(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
     return out, lse
@@ -648,17 +647,18 @@ def _logits(q: Tensor, k: Tensor, row: _Row, seen: Tensor | None) -> Tensor:
     logits = torch.bmm(q * row.call.softmax_scale, k.transpose(1, 2))
     if (cap := row.call.softcap) is not None:
         logits.div_(cap).tanh_().mul_(cap)
-    if seen is None:
-        return logits
-    if seen.dim() == 2:  # one mask for all of them is added faster than filled in
-        return logits.add_(torch.zeros(seen.shape, dtype=q.dtype).masked_fill_(~seen, -torch.inf))
-    return logits.masked_fill_(~seen, -torch.inf)
+    return logits if seen is None else logits.add_(_bias(seen, q.dtype))
+
+
+def _bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to logits: -inf where a key is not seen. One mask for many is added far faster than filled in."""
+    return torch.where(seen, 0.0, -torch.inf).to(dtype)
 
 
 def _plain(logits: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Output ``[n, Tq, Dv]``, LSE and largest logit ``[n, Tq]`` of logits, which are overwritten, over values."""
     most = logits.amax(-1)
-    logits.sub_(torch.where(most.isneginf(), 0.0, most)[..., None]).exp_()
+    logits.sub_(base_of(most)[..., None]).exp_()
     total = logits.sum(-1)
     out = torch.bmm(logits, v).div_(torch.where(total == 0, 1.0, total)[..., None])
     return out, most + total.log(), most
@@ -667,7 +667,7 @@ def _plain(logits: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _merge(out: Tensor, lse: Tensor, other: Tensor, more: Tensor) -> tuple[Tensor, Tensor]:
     """Output and LSE over two disjoint sets of keys; `out` is overwritten."""
     both = torch.logaddexp(lse, more)
-    base = torch.where(both.isneginf(), 0.0, both)
+    base = base_of(both)
     out.mul_((lse - base).exp_()[..., None]).addcmul_(other, (more - base).exp_()[..., None])
     return out, both
 

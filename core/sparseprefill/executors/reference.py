@@ -10,7 +10,7 @@ from attrs import frozen
 from torch import Tensor
 
 from sparseprefill.mask.mask import SparseMask
-from sparseprefill.plan import Kernel, Plan, Result, Skipped, SoftmaxState, check_plan
+from sparseprefill.plan import Kernel, Plan, Result, Skipped, SoftmaxState, base_of, check_plan
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
@@ -67,7 +67,7 @@ def _attend(call: AttentionCall, plan: Plan) -> tuple[SoftmaxState, Skipped | No
     state = SoftmaxState.empty(shape, call.value_dim, dtype, call.q.device)
     for (b, h, rows), keys, logits, keep in _tiles(call, plan, dtype):
         m = logits.amax(-1)
-        p = torch.exp(logits - torch.where(m.isneginf(), 0.0, m)[:, None])
+        p = torch.exp(logits - base_of(m)[:, None])
         state.m[b, h, rows], state.l[b, h, rows] = m, p.sum(-1)
         state.acc[b, h, rows] = weigh(p, call.v[b, h // call.group][keys].to(dtype), keep)
     return state if plan.carry is None else plan.carry.state.merge(state), None
@@ -135,7 +135,7 @@ def _vote(
             gone += int(keep.sum())
             continue
         highest = torch.maximum(m, most)
-        base = torch.where(highest.isneginf(), 0.0, highest)
+        base = base_of(highest)
         p, alpha = torch.exp(logits - base[:, None]), torch.exp(m - base)
         l.mul_(alpha).add_(p.sum(-1))
         acc.mul_(alpha[:, None]).add_(weigh(p, v[position + start].to(dtype), keep))
@@ -165,8 +165,7 @@ def _tile_mass(call: AttentionCall, plan: Plan, lse: Tensor) -> Tensor:
     for (b, h, rows), keys, logits, _ in _tiles(call, plan, lse.dtype, plan.probe):
         row = int(query[b, rows.start]) // mask.tile_q - first[b]
         column = torch.div(position[b][keys], mask.tile_k, rounding_mode="floor")
-        base = lse[b, h, rows, None]
-        p = torch.exp(logits - torch.where(base.isneginf(), 0.0, base)).mean(0)
+        p = torch.exp(logits - base_of(lse[b, h, rows, None])).mean(0)
         mass[b, h, row].index_add_(0, column, p.to(torch.float32))
     return mass * selected
 

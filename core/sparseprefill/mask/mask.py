@@ -242,7 +242,7 @@ class SparseMask:
         g, tiles, mine = self.geometry, self._tiles, (self.tile_q, self.tile_k)
         every = TileMap(geometry=g, tile_q=self.tile_q, tile_k=self.tile_k, dense=rows)
         if exclude is not None and (exclude.stripes is not None or (exclude.tile_q, exclude.tile_k) != mine):
-            return self | (evolve(self, tiles=every, group=1, stripes=None, disjoint=True) - exclude)
+            return self | (SparseMask(g, self.tile_q, self.tile_k, every, disjoint=True) - exclude)
         group, stripes = 1 if self.disjoint else self.group, self.stripes
         if self.disjoint and stripes is not None:
             groups = _groups_of(g, self.tile_q, self.group_rows)
@@ -293,7 +293,7 @@ class SparseMask:
         ):
             if keep is not None:
                 column = torch.div(key, width, rounding_mode="floor")
-                at = column.clamp(0, keep.shape[3] - 1)[:, None, None]
+                at = column.clamp(min=0)[:, None, None]
                 selected |= torch.take_along_dim(rows_around(geometry, keep, query, size), at, 3)
         return selected & geometry.visible(rows)[:, None]
 

@@ -49,16 +49,21 @@ class Stretches:
         """
         return _dealt(geometry, tile, rows, span)
 
+    @property
+    def several(self) -> bool:
+        """Whether the call has more spans than one."""
+        return self.rows.shape[1] > self.each
+
     def in_spans(self, x: Tensor) -> Tensor:
         """int64 ``[B, H, P]``: sums over the query tiles of each span, of x int64 ``[B, H, R]``."""
-        if self.each == self.rows.shape[1]:  # the call is one span
+        if not self.several:
             return x.sum(-1, keepdim=True)
         total = torch.zeros(*x.shape[:2], self.rows.shape[1] // self.each, dtype=torch.int64, device=x.device)
         return total.scatter_add_(2, self._span(x.shape[1]), x)
 
     def to_tiles(self, x: Tensor) -> Tensor:
         """``[B, H, R]``: of x ``[B, H, P]`` what belongs to each query tile's span."""
-        if self.each == self.rows.shape[1]:
+        if not self.several:
             return x.expand(*x.shape[:2], self.of.shape[1])
         return torch.gather(x, 2, self._span(x.shape[1]))
 
@@ -93,10 +98,10 @@ def _dealt(geometry: Geometry, tile: int, rows: int, span: int | None) -> Stretc
     own = _floor(position, tile) - tile_at[:, :1]
     return Stretches(
         tile=tile,
-        rows=(position - start[:, None]).clamp(0, geometry.q_len - 1),
+        rows=(position - start[:, None]).clamp(min=0),
         real=real,
         position=position,
-        own=own.clamp(0, number - 1),
+        own=own.clamp(min=0),
         first=first,
         of=of.clamp(0, sample.numel() - 1),
         inhabited=inhabited,

@@ -249,8 +249,7 @@ class _Maker:
         group = geometry.tile_at(tile * tile_q, self.per * tile_q)
         first = torch.gather(self._first(groups)[1], 1, group)
         row = torch.arange(tile.shape[1], device=tile.device)
-        at = (group * self.slots + (row - first).clamp(max=self.slots - 1))[:, None, :, None]
-        return torch.take_along_dim(x, at, 2)
+        return torch.take_along_dim(x, (group * self.slots + row - first)[:, None, :, None], 2)
 
 
 @frozen(eq=False)
@@ -317,12 +316,10 @@ class _Table:
         return whole + (self._members(block) & inner).sum(-1)
 
     def first(self, number: Tensor) -> Tensor:
-        """int64 ``[B, h, n, slots]``: the place before which at most `number` stand, the last such one."""
+        """int64 ``[B, h, n, slots]``: a place before which `number` stand, or all that there are."""
         last = self.before.shape[-1] - 2
-        whole = torch.searchsorted(self.before[..., 1:].contiguous(), number[..., None].contiguous(), right=True)[
-            ..., 0
-        ]
-        block = whole.clamp(max=last)
+        whole = torch.searchsorted(self.before[..., 1:].contiguous(), number[..., None].contiguous())
+        block = whole[..., 0].clamp(max=last)
         spare = number - torch.gather(self.before, -1, block[..., None])[..., 0]
         inner = (self._members(block).cumsum(-1) <= spare[..., None]).sum(-1)
         return block * self.order.size + inner
@@ -348,7 +345,7 @@ def _tiles_that_fit(
     for _ in range(worth.shape[-1].bit_length()):
         middle = torch.div(low + high + 1, 2, rounding_mode="floor")
         at = torch.gather(place, -1, (middle - 1).clamp(min=0)[..., None]).squeeze(-1)
-        fits = (middle * tile_k + table.count(at) <= room) | (middle == 0)
+        fits = middle * tile_k + table.count(at) <= room
         low, high = torch.where(fits, middle, low), torch.where(fits, high, middle - 1)
     inside = table.open * order.counts.sum(-1)[..., None, :]
     saved = torch.gather(inside, -1, ranked).to(torch.int64)

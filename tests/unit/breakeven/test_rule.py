@@ -17,7 +17,7 @@ from helpers.build import make
 from helpers.tables import SHAPE, point, shape_of, table, whole
 from sparseprefill.breakeven import points as rule
 from sparseprefill.breakeven import table as tables
-from sparseprefill.breakeven.gate import RULES
+from sparseprefill.breakeven.gate import NOTHING_KNOWN, RULES
 from sparseprefill.breakeven.points import (
     GAIN,
     MOST,
@@ -378,3 +378,4 @@ def test_the_built_in_rules_in_numbers() -> None:
     assert not RULES["cpu"].judge(make(64), "no table").worth
     assert (32768, 4 * 64 * whole) == (RULES["cpu"].keys, RULES["cpu"].work)
     assert (32768, 32 * 128 * chunk) == (RULES["cuda"].keys, RULES["cuda"].work)
+    assert (0, None) == (NOTHING_KNOWN.keys, NOTHING_KNOWN.work)

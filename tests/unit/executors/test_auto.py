@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -90,6 +91,11 @@ def test_every_call_needs_its_plan() -> None:
     assert 2 == len(sp.AutoExecutor().execute_many(calls, plans))
     with pytest.raises(ValueError, match="shorter"):
         sp.AutoExecutor().execute_many(calls, plans[:1])
+
+
+def test_no_calls_need_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, TritonExecutor.__module__, None)
+    assert [] == sp.AutoExecutor().execute_many([], [])
 
 
 @pytest.mark.parametrize("kind", [sp.AutoExecutor, TritonExecutor])

@@ -63,6 +63,16 @@ def test_tiles_and_stripes_with_probes(grid: tuple[int, int], options: dict[str,
         equal(call, Plan(mask, probe=probe))
 
 
+def test_a_probed_tile_of_which_some_rows_see_nothing() -> None:
+    """Of rows 8 to 15 those from 13 on see no key of tile 0 in their window, and have no other tile."""
+    call = make(24, window=6)
+    plan = square(call, (1, 0), tile=8)
+    found = CPU.execute(call, evolve(plan, probe=torch.ones(1, 2, dtype=torch.bool)))
+    assert found.probe is not None
+    assert pytest.approx([5 / 8, 5 / 8]) == found.probe[0, :, 1, 0].tolist()
+    equal(call, found.plan)
+
+
 @given(data=st.data())
 def test_states_are_those_of_the_reference(data: st.DataObject) -> None:
     """Maximum, sum and values, not only what comes of them: methods compare logits with a row's maximum."""

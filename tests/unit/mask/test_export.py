@@ -16,9 +16,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
+from helpers.build import int32, make, random_mask
+from helpers.lookups import strict
 from sparseprefill import AttentionCall, Plan, ReferenceExecutor, SparseMask, StrideRescue
 from sparseprefill.mask import export
 from sparseprefill.mask.export import Fa4Lists
+from sparseprefill.mask.lists import IndexLists
 from sparseprefill.testing import calls, masks, tensors
 from sparseprefill.testing.truth import difference
 
@@ -68,7 +71,9 @@ def test_flex_attention_gives_our_output(call: AttentionCall, data: st.DataObjec
 def test_flex_blocks_are_full_partial_or_left_out(call: AttentionCall, data: st.DataObject) -> None:
     mask = data.draw(masks(call, diagonal=data.draw(st.booleans())))
     size = data.draw(BLOCKS, label="block")
-    made, keep, heads = mask.to_flex(size), mask.to_dense(), call.q.shape[1]
+    with pytest.MonkeyPatch.context() as patch:
+        strict(patch)
+        made, keep, heads = mask.to_flex(size), mask.to_dense(), call.q.shape[1]
     assert size == made.BLOCK_SIZE
     assert (call.q.shape[2], call.kv_len) == made.seq_lengths
     partial, full = blocks_of(keep, size)
@@ -78,6 +83,45 @@ def test_flex_blocks_are_full_partial_or_left_out(call: AttentionCall, data: st.
     assert torch.equal(full, decoded(made.full_kv_num_blocks, made.full_kv_indices, heads))
     pairs = flex.create_mask(made.mask_mod, call.q.shape[0], heads, call.q.shape[2], call.kv_len, device="cpu")
     assert torch.equal(keep, pairs)
+
+
+@pytest.mark.parametrize("starts", [(0, 0), (0, 3), (8, 0), (16, 5)])
+@pytest.mark.parametrize("block", [(4, 4), (5, 3), (8, 8), (24, 16)])
+def test_tiles_that_end_with_the_keys(
+    starts: tuple[int, int], block: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each row's tiles begin at its start, so that one may begin where the keys end, or before they begin."""
+    strict(monkeypatch)
+    call = make(12, 16, batch=2, starts=int32(*starts))
+    mask = random_mask(call, "both", (8, 8), 2, seed=0)
+    block_mask = mask.to_flex(block)
+    partial, full = blocks_of(mask.to_dense(), block)
+    assert block_mask.full_kv_num_blocks is not None
+    assert block_mask.full_kv_indices is not None
+    assert torch.equal(partial, decoded(block_mask.kv_num_blocks, block_mask.kv_indices, 2))
+    assert torch.equal(full, decoded(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, 2))
+
+
+def test_cells_are_few() -> None:
+    """Of 2 rows of 70 tokens: 4 blocks and at most 6 tiles of 13, and no more than one of them in vain."""
+    cells = export._Cells.of(torch.tensor([0, -9]), 70, 20, 13, torch.device("cpu"))
+    assert (2, 4 + 6) == tuple(cells.first.shape)
+
+
+def test_a_group_without_wide_columns_may_begin_anywhere() -> None:
+    """Columns of 4 tokens; the lists of the second group are behind all indices."""
+    call = make(16)
+    lists = IndexLists.from_map(torch.tensor([[True, True, False, False], [False] * 4]).expand(1, 2, 2, 4))
+    mask = SparseMask(call.geometry, 8, 8, None, 1, lists, stripe_width=4)
+    offsets = lists.offsets.clone()
+    offsets[:, :, 1] = 99
+    beyond = evolve(mask, stripes=evolve(lists, offsets=offsets))
+    beyond.check()
+    expected, found = mask.to_flex(4), beyond.to_flex(4)
+    assert torch.equal(expected.to_dense(), found.to_dense())
+    assert expected.full_kv_num_blocks is not None
+    assert found.full_kv_num_blocks is not None
+    assert torch.equal(expected.full_kv_num_blocks, found.full_kv_num_blocks)
 
 
 @pytest.mark.parametrize("length", [1, 2, 127, 128, 129, 257, 383])

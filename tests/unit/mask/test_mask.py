@@ -8,10 +8,10 @@ import pytest
 import torch
 from attrs import evolve
 
-from helpers.build import int32, make
+from helpers.build import int32, make, random_mask
 from sparseprefill.errors import MaskError
 from sparseprefill.mask.lists import IndexLists
-from sparseprefill.mask.mask import SparseMask
+from sparseprefill.mask.mask import SparseMask, _row_chunks
 from sparseprefill.testing import allowed_pairs
 
 CALL = make(10, 12)
@@ -118,6 +118,46 @@ def test_check_finds_impossible_counts(count: int) -> None:
 def test_lists_without_entries_may_begin_anywhere() -> None:
     lists = IndexLists.empty(1, 2, 3, torch.device("cpu"))
     SparseMask(CALL.geometry, 4, 4, evolve(lists, offsets=lists.offsets - 7)).check()
+
+
+def test_dense_rows_around_stripes_hold_no_stripe_in_a_tile() -> None:
+    """So an executor need not ask; tiles that a stripe of the other mask runs through are stripes now."""
+    call = make(40)
+    keep = torch.zeros(1, 1, 5, 40, dtype=torch.bool)
+    keep[..., 11] = True
+    found = SparseMask.empty(call, 8).with_dense_rows((3, 4), SparseMask.from_stripes(call, keep, 1, 8, diagonal=False))
+    expected = torch.arange(40) <= torch.arange(24, 32)[:, None]
+    expected[:, 11] = False
+    assert torch.equal(expected.expand(1, 2, -1, -1), found.to_dense(range(24, 32)))
+    assert not bool(found.to_dense([*range(24), *range(32, 40)]).any())
+    assert found.stripes is not None
+    assert found.disjoint
+
+
+def test_tiles_are_once_more_a_bitmap_where_stripes_may_lie_in_them() -> None:
+    both = random_mask(CALL, "both", (4, 4), 1, seed=0)
+    assert both.bitmap is not None
+    assert torch.equal(both.tile_map().to(torch.uint8), both.bitmap)
+    for kind in ("tiles", "stripes"):
+        assert random_mask(CALL, kind, (4, 4), 1, seed=0).bitmap is None
+    assert evolve(both, disjoint=True).bitmap is None
+
+
+def test_tiles_have_128_tokens_unless_told() -> None:
+    every = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+    first, last = torch.zeros(1, 1, 1, dtype=torch.int64), torch.ones(1, 1, 1, dtype=torch.int64)
+    for mask in (
+        *(SparseMask.empty(CALL), SparseMask.full(CALL), SparseMask.from_ranges(CALL, first, last, 1)),
+        *(SparseMask.from_tiles(CALL, every), SparseMask.from_stripes(CALL, every), SparseMask.from_rules(CALL)),
+    ):
+        assert (128, 128, 1, 1) == (mask.tile_q, mask.tile_k, mask.group, mask.stripe_width)
+
+
+def test_a_picture_looks_at_so_many_pairs_at_a_time() -> None:
+    """Rows of 2 batch rows, 2 heads and 12 keys."""
+    geometry = make(10, 12, batch=2).geometry
+    for pairs, expected in ((4 * 48, [4, 4, 2]), (1, [1] * 10), (1 << 24, [10])):
+        assert expected == [len(rows) for rows in _row_chunks(geometry, 1, pairs)]
 
 
 def test_rows_as_a_list() -> None:

@@ -73,9 +73,8 @@ def chosen_by(
     return tiles, open_columns[: room - number * k]
 
 
-@given(call=CALLS, data=DATA, size=BUDGETS, sink=st.integers(0, 2), local=st.integers(0, 2))
-def test_ceiling(call: sp.AttentionCall, data: st.DataObject, size: dict[str, Any], sink: int, local: int) -> None:
-    plan = data.draw(prioritised(call))
+def capped(call: sp.AttentionCall, plan: sp.Plan, size: dict[str, Any], sink: int, local: int) -> torch.Tensor:
+    """bool ``[B, Hq, Nq, Nkv]``: the mask under a ceiling, one query tile at a time."""
     q, k = grid(plan)
     tiles: dict[tuple[int, int, int], set[int]] = {}
     columns: dict[tuple[int, int, int], set[int]] = {}
@@ -85,10 +84,14 @@ def test_ceiling(call: sp.AttentionCall, data: st.DataObject, size: dict[str, An
         chosen, stripes = chosen_by(plan, one, (b, h, i), size, sink, local)
         tiles[b, h, i], columns[b, h, i] = one.own - one.region | set(chosen), set(stripes)
     expected = paint(call, k, tiles, rows) | paint(call, 1, columns, rows)
-    if plan.carry is not None:
-        expected &= ~plan.carry.region.to_dense()
+    return expected if plan.carry is None else expected & ~plan.carry.region.to_dense()
+
+
+@given(call=CALLS, data=DATA, size=BUDGETS, sink=st.integers(0, 2), local=st.integers(0, 2))
+def test_ceiling(call: sp.AttentionCall, data: st.DataObject, size: dict[str, Any], sink: int, local: int) -> None:
+    plan = data.draw(prioritised(call))
     after = refined(sp.BudgetCeiling(**size, sink=sink, local=local), call, plan)
-    assert torch.equal(expected, after.mask.to_dense())
+    assert torch.equal(capped(call, plan, size, sink, local), after.mask.to_dense())
     at = Positions.of(call)
     own_key = (at.query == at.key) & at.allowed
     assert bool((whole(after) | ~own_key).all())
@@ -109,6 +112,32 @@ def test_a_ceiling_is_kept_and_spent(call: sp.AttentionCall, data: st.DataObject
         lists = [] if plan.mask.stripes is None else stripes_of(plan.mask, b, h, i * one.q // plan.mask.group_rows)
         dropped = {y for y in lists if y // one.k in one.reach - found} - stripes
         assert room <= 0 or not dropped
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.8, 0.95])
+def test_a_ceiling_over_many_tiles(share: float) -> None:
+    """Up to 24 tiles of 8 tokens, with stripes of any worth between them, another for each group of 16 rows."""
+    call, source = make(160, 192, heads=1, kv_heads=1), torch.Generator().manual_seed(0)
+    tiles = torch.rand(1, 1, 20, 24, generator=source)
+    columns = torch.rand(1, 1, 10, 192, generator=source) / 8
+    keep = torch.rand(1, 1, 10, 192, generator=source) < 0.3
+    mask = sp.SparseMask.from_stripes(call, keep, 2, 8, diagonal=False) | sp.SparseMask.full(call, 8)
+    priority = sp.PriorityScores(tiles=tiles, tile_q=8, tile_k=8, columns=columns, rows=16)
+    plan, ceiling = sp.Plan(mask, priority=priority), sp.BudgetCeiling(share=share)
+    found = refined(ceiling, call, plan).mask
+    assert torch.equal(capped(call, plan, {"share": share}, 1, 1), found.to_dense())
+    assert found.tile_map()[0, 0, 19].sum() > 24 * share - 4
+
+
+def test_a_diagonal_tile_that_is_added_leaves_out_the_stripes_of_a_carry() -> None:
+    call, keep = make(64), torch.zeros(1, 1, 1, 64, dtype=torch.bool)
+    keep[..., 27] = True
+    region = sp.SparseMask.from_stripes(call, keep, 8, 8, diagonal=False)
+    carry = sp.Carry(sp.ReferenceExecutor().accumulate(call, sp.Plan(region)), region)
+    after = refined(sp.BudgetCeiling(tiles=1), call, sp.Plan(sp.SparseMask.empty(call, 8), carry)).mask.to_dense()
+    expected = sp.SparseMask.from_rules(call, 8, band=0).to_dense()
+    expected[..., 27] = False
+    assert torch.equal(expected, after)
 
 
 @pytest.mark.parametrize("length", [257, 331, 600])
@@ -176,6 +205,27 @@ def test_some_heads_and_groups_at_a_time_are_the_whole(
     assert bool((expected.stripes.counts > 0).any())
     monkeypatch.setattr(fit, "ENTRIES", 1)
     monkeypatch.setattr(fit, "CELLS", 1)
-    monkeypatch.setattr(fit, "BLOCKS", 3)
     monkeypatch.setattr(priority, "ENTRIES", 1)
-    assert torch.equal(expected.to_dense(), refined(ceiling, call, plan).mask.to_dense())
+    for blocks in (3, 20):
+        monkeypatch.setattr(fit, "BLOCKS", blocks)
+        assert torch.equal(expected.to_dense(), refined(ceiling, call, plan).mask.to_dense())
+
+
+def test_so_many_lists_at_a_time_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 8 lists the counts of 256 blocks in 64 tiles, of 2 or 3 at once; alone where one is too much."""
+    call, sizes, make_order = make(512), list[int](), fit._Order.of
+
+    def noted(*given: Any) -> Any:
+        order = make_order(*given)
+        sizes.append(order.counts.numel())
+        return order
+
+    keep = torch.arange(512) % 3 == 0
+    plan = sp.Plan(sp.SparseMask.from_stripes(call, keep.expand(1, 1, 4, -1), 16, 8))
+    expected = refined(sp.BudgetCeiling(tiles=9), call, plan).mask.to_dense()
+    monkeypatch.setattr(fit._Order, "of", noted)
+    for entries, wanted in ((1, [1] * 8), (2 << 14, [2] * 4), (3 << 14, [3, 1] * 2), (8 << 14, [8])):
+        monkeypatch.setattr(fit, "ENTRIES", entries)
+        assert torch.equal(expected, refined(sp.BudgetCeiling(tiles=9), call, plan).mask.to_dense())
+        assert [n << 14 for n in wanted] == sizes
+        sizes.clear()

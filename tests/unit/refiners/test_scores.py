@@ -76,6 +76,16 @@ def test_a_ceiling_ranks_negative_scores_too() -> None:
     assert left.stripe_map()[0, 0, 3].nonzero().flatten().tolist() == list(range(16, 32))
 
 
+@pytest.mark.parametrize(("dtype", "kept"), [(torch.float64, 0), (torch.float32, 2), (torch.bfloat16, 2)])
+def test_double_scores_are_told_apart_as_such(dtype: torch.dtype, kept: int) -> None:
+    """Of equal ones, which single precision makes of them, the nearer stays."""
+    call, scores = make(64, heads=1, kv_heads=1), torch.tensor([1 + 1e-9, 1.0, 1.0, 0.0], dtype=torch.float64)
+    given = PriorityScores(tiles=scores.to(dtype).expand(1, 1, 4, 4), tile_q=16, tile_k=16)
+    plan = Plan(SparseMask.full(call, 16), priority=given)
+    left = sp.BudgetCeiling(tiles=2, sink=0, local=0).refine(call, plan, Memory()).mask
+    assert left.tile_map()[0, 0, 3].nonzero().flatten().tolist() == [kept, 3]
+
+
 @pytest.mark.parametrize("differs", ["tiles", "stripes"])
 def test_what_one_head_of_a_group_has_computed_already_is_computed_by_the_others(differs: str) -> None:
     """A carry's region that is not the same for all heads joins the union; what a head has itself is left out of it."""
