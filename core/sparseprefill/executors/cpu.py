@@ -658,7 +658,7 @@ def _bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
 def _plain(logits: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Output ``[n, Tq, Dv]``, LSE and largest logit ``[n, Tq]`` of logits, which are overwritten, over values."""
     most = logits.amax(-1)
-    logits.sub_(base_of(most)[..., None]).exp_()
+    logits.sub_(torch.where(most.isneginf(), 0.0, most)[..., None]).exp_()
     total = logits.sum(-1)
     out = torch.bmm(logits, v).div_(torch.where(total == 0, 1.0, total)[..., None])
     return out, most + total.log(), most
@@ -667,7 +667,7 @@ def _plain(logits: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _merge(out: Tensor, lse: Tensor, other: Tensor, more: Tensor) -> tuple[Tensor, Tensor]:
     """Output and LSE over two disjoint sets of keys; `out` is overwritten."""
     both = torch.logaddexp(lse, more)
-    base = base_of(both)
+    base = torch.where(both.isneginf(), 0.0, both)
     out.mul_((lse - base).exp_()[..., None]).addcmul_(other, (more - base).exp_()[..., None])
     return out, both
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sparseprefill.mask.geometry import Geometry
 
 EVERY = 1 << 20
-"""Query tiles that share a list of columns: more than any prompt has. One number for prompts of all lengths, for kernels
+"""Query tiles that share a list of columns: more than any prompt has. One number for prompts of all lengths: kernels
 are compiled for it."""
 
 
