@@ -139,7 +139,8 @@ def main(methods: Sequence[str]) -> None:
         chosen = getattr(groups, name)
         replace(groups, **{name: lambda _, *sizes, chosen=chosen: chosen((9, 0), *sizes)})
     replace(JITFunction, run=recording(seen))
-    registry, found = default_registry(), {}
+    registry = default_registry()
+    found: dict[str, dict[str, Any]] = {}
     for name in methods:
         pipeline = registry.build(name, **registry.get(name).stand_in)
         late = {longest: served(pipeline, longest, seen) for longest in LONGEST}
