@@ -81,7 +81,8 @@ def worker() -> None:
 
     ready: dict[tuple[str, str, int], Callable[[], object]] = {}
     for line in sys.stdin:
-        case = (*line.split()[:2], int(line.split()[2]))
+        kind, name, tokens = line.split()
+        case = (kind, name, int(tokens))
         try:
             if case not in ready:
                 ready.clear()

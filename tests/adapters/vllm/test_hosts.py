@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from adapters.vllm import engine
+from . import engine
 
 pytestmark = [engine.NEEDED]
 
