@@ -84,9 +84,10 @@ def _sampled(
 def _norm(x):
     """Norm of each row of x ``[rows, D]``. Squares of float16 and bfloat16 may be too large, so x is scaled first."""
     largest = tl.max(tl.abs(x), 1)
-    scale = tl.where(largest > 0.0, largest, 1.0)
-    part = x / scale[:, None]
-    return largest * tl.math.sqrt(tl.sum(part * part, 1))
+    power = tl.math.floor(tl.math.log2(tl.where(largest > 0.0, largest, 1.0)))
+    power = tl.minimum(tl.maximum(power, -FAR), FAR)
+    part = x * tl.math.exp2(-power)[:, None]
+    return tl.math.exp2(power) * tl.math.sqrt(tl.sum(part * part, 1))
 
 
 @triton.jit
@@ -101,6 +102,30 @@ def _rounded(x, power):
     """e4m3 of x times 2^power. Only what was infinite lies outside of it then."""
     x = x.to(tl.float32) * tl.math.exp2(power)
     return tl.minimum(tl.maximum(x, -448.0), 448.0).to(tl.float8e4nv)
+
+
+@triton.jit
+def _tile_keys(
+    keys, tile, j, high,
+    BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, TYPE: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_N, BLOCK_D]: keys of a tile from number j on; 0 from position `high` on."""
+    number = j + tl.arange(0, BLOCK_N)
+    at = tile * BLOCK + number
+    there = (number < BLOCK) & (at < high)
+    return stored_rows(
+        keys.ptr, at + keys.start, there, keys.stride, keys.table_ptr, keys.stride_page, keys.scale, TYPE, PAGE, D, BLOCK_D
+    )  # fmt: skip
+
+
+@triton.jit
+def _store_rounded(
+    line_ptr, k, power, j, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """Keys of a tile from number j on in e4m3, to where the tile begins."""
+    number, dims = j + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    there = (number < BLOCK)[:, None] & (dims < D)[None, :]
+    tl.store(line_ptr + number[:, None] * D + dims[None, :], _rounded(k, power), mask=there)
 
 
 @triton.jit(
@@ -123,25 +148,23 @@ def round_keys_kernel(
     k_base = k_ptr + b.to(tl.int64) * stride_kb + kv.to(tl.int64) * stride_kh
     if PAGE > 0:
         k_base = k_ptr + kv.to(tl.int64) * stride_kh
-    k_scale = factor(k_scale_ptr)
-    key, dims = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
-    largest = 0.0
-    for j in tl.range(0, BLOCK, BLOCK_N):
-        at = c * BLOCK + j + key
-        there = (j + key < BLOCK) & (at < queries.high)
-        k = stored_rows(k_base, at + start, there, stride_kn, table_ptr, stride_kb, k_scale, TYPE, PAGE, D, BLOCK_D)
-        largest = tl.maximum(largest, tl.max(_norm(k.to(tl.float32))))
-    power = _exponent(largest)
-    tl.store(factors_ptr + bh.to(tl.int64) * columns + c, tl.math.exp2(-power))
-    line = (bh.to(tl.int64) * columns + c) * BLOCK
-    for j in tl.range(0, BLOCK, BLOCK_N):
-        at = c * BLOCK + j + key
-        there = (j + key < BLOCK) & (at < queries.high)
-        k = stored_rows(k_base, at + start, there, stride_kn, table_ptr, stride_kb, k_scale, TYPE, PAGE, D, BLOCK_D)
-        tl.store(
-            rounded_ptr + (line + j + key)[:, None] * D + dims[None, :], _rounded(k, power),
-            mask=(j + key < BLOCK)[:, None] & (dims < D)[None, :],
-        )  # fmt: skip
+    keys = KeySource(k_base, start, stride_kn, table_ptr, stride_kb, factor(k_scale_ptr))
+    place = bh.to(tl.int64) * columns + c
+    rounded_ptr += place * BLOCK * D
+    if BLOCK_N == BLOCK:  # the tile waits in registers for its largest norm
+        k = _tile_keys(keys, c, 0, queries.high, BLOCK, BLOCK_N, D, BLOCK_D, PAGE, TYPE)
+        power = _exponent(tl.max(_norm(k.to(tl.float32))))
+        _store_rounded(rounded_ptr, k, power, 0, BLOCK, BLOCK_N, D, BLOCK_D)
+    else:
+        largest = 0.0
+        for j in tl.range(0, BLOCK, BLOCK_N):
+            k = _tile_keys(keys, c, j, queries.high, BLOCK, BLOCK_N, D, BLOCK_D, PAGE, TYPE)
+            largest = tl.maximum(largest, tl.max(_norm(k.to(tl.float32))))
+        power = _exponent(largest)
+        for j in tl.range(0, BLOCK, BLOCK_N):
+            k = _tile_keys(keys, c, j, queries.high, BLOCK, BLOCK_N, D, BLOCK_D, PAGE, TYPE)
+            _store_rounded(rounded_ptr, k, power, j, BLOCK, BLOCK_N, D, BLOCK_D)
+    tl.store(factors_ptr + place, tl.math.exp2(-power))
 
 
 @triton.jit

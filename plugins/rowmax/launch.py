@@ -17,7 +17,7 @@ from sparseprefill.kernels.source import Keys, strides
 from sparseprefill.kernels.steps import LOG2E
 
 from . import kernels
-from .maxima import MAXIMA, Sampling, sampling
+from .maxima import LINES, MAXIMA, Sampling, sampling
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
@@ -185,6 +185,7 @@ def _rounded(call: AttentionCall, tile: int) -> tuple[Keys, Tensor]:
     kernels.round_keys_kernel[columns, batch * call.kv_heads](
         rounded, factors, keys.k, keys.table, keys.scale, geometry.starts, geometry.lengths, *keys.strides,
         geometry.q_offset, geometry.q_len, geometry.kv_len, call.kv_heads, columns,
-        BLOCK=tile, BLOCK_N=min(64, block(tile)), D=size, BLOCK_D=block(size), **keys.flags, num_warps=4, **FUSED,
+        BLOCK=tile, BLOCK_N=min(LINES // cdiv(block(size), 128), block(tile)), D=size, BLOCK_D=block(size), **keys.flags,
+        num_warps=8, **FUSED,
     )  # fmt: skip
     return Keys(rounded), factors

@@ -26,6 +26,8 @@ MAGIC = tl.constexpr(12582912.0)
 """1.5 * 2^23: added and taken away again, it rounds to the nearest whole number, ties to even."""
 INFINITE = tl.constexpr(0x7F800000)
 LAST = tl.constexpr(0x7FFFFFFF)
+LARGE = tl.constexpr(2.0**62)
+"""More units than rows of 2^24 entries have, and what int64 still holds."""
 
 
 @triton.jit
@@ -142,11 +144,55 @@ def top_mass_rows_kernel(
     _store(keep_ptr + row, x, at, value, ties, columns)
 
 
+@triton.jit
+def _above(total, count, x, value, BOUNDED: tl.constexpr):
+    """total, count [WIDTH] with the entries of x [N, WIDTH] above a value."""
+    above = (x > value).to(tl.float32)
+    if BOUNDED:
+        count += tl.sum(above, 0).to(tl.int32)
+    return total + tl.sum(above * x, 0), count
+
+
+@triton.jit
+def _mass_above(scores_ptr, one, two, three, slot, columns, BOUNDED: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+    """Sum in float32 and number of a row's entries above each of three values."""
+    a, b, c = tl.zeros([WIDTH], tl.float32), tl.zeros([WIDTH], tl.float32), tl.zeros([WIDTH], tl.float32)
+    i, j, k = tl.zeros([WIDTH], tl.int32), tl.zeros([WIDTH], tl.int32), tl.zeros([WIDTH], tl.int32)
+    whole = columns // (N * WIDTH) * (N * WIDTH)
+    for first in range(0, whole, N * WIDTH):
+        x = tl.maximum(tl.load(scores_ptr + first + slot).to(tl.float32), 0.0)  # [N, WIDTH], NaN as 0
+        a, i = _above(a, i, x, one, BOUNDED)
+        b, j = _above(b, j, x, two, BOUNDED)
+        c, k = _above(c, k, x, three, BOUNDED)
+    if whole < columns:
+        x = _load(scores_ptr, whole + slot, columns)
+        a, i = _above(a, i, x, one, BOUNDED)
+        b, j = _above(b, j, x, two, BOUNDED)
+        c, k = _above(c, k, x, three, BOUNDED)
+    return tl.sum(a, 0), tl.sum(b, 0), tl.sum(c, 0), tl.sum(i, 0), tl.sum(j, 0), tl.sum(k, 0)
+
+
+@triton.jit
+def _narrowed(low, high, probe, mass, count, unit, margin, bound, least, most, BOUNDED: tl.constexpr):
+    """low, high once it is known what lies above `probe`, up to `margin` of its mass; where that does not tell on which
+    side of the bound it lies, as they were."""
+    mass = mass.to(tl.float64)
+    under = tl.minimum((mass - margin) * unit, LARGE).to(tl.int64)
+    over = tl.minimum((mass + margin) * unit, LARGE).to(tl.int64) + 1
+    high = tl.where(_within(over, count, bound, least, most, BOUNDED), tl.minimum(high, probe), high)
+    low = tl.where(_within(under, count, bound, least, most, BOUNDED), low, tl.maximum(low, probe))
+    return low, high
+
+
 @triton.jit(do_not_specialize=("scores_ptr", "keep_ptr", "share_bits", "least", "most", "columns"))
 def top_mass_stream_kernel(
     scores_ptr, keep_ptr, share_bits, least, most, columns, BOUNDED: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """The fewest entries of a long row that reach a mass. One program: a row, read again for each probe (mostly L2)."""
+    """The fewest entries of a long row that reach a mass. One program: a row, read again for each probe (mostly L2).
+
+    Sums in whole numbers take many instructions, so float32 ones narrow the search first, three values at a time, as far
+    as their rounding allows. A few exact ones then end it.
+    """
     row = tl.program_id(0).to(tl.int64) * columns
     scores_ptr += row
     slot = tl.arange(0, N)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -160,12 +206,31 @@ def top_mass_stream_kernel(
         upper, lower = _halves(_load(scores_ptr, first + slot, columns), scale)
         uppers += tl.sum(upper, 0).to(tl.int64)
         lowers += tl.sum(lower, 0).to(tl.int64)
-    bound = _bound(_total(uppers, lowers), top, share_bits)
+    total = _total(uppers, lowers)
+    bound = _bound(total, top, share_bits)
     mass, count = bound * 0, 0
     some = _within(mass, count, bound, least, most, BOUNDED)
     low, high = tl.where(some, -1, top - 1), top
-    while high - low > 1:
-        probe = low + (high - low) // 2
+    # A thread adds N numbers and one for each piece of the row, the rest of the sum is a tree; each entry may be half a
+    # unit off as well. Twice that, since these are estimates.
+    unit = scale.to(tl.float64) * 524288.0
+    margin = 2.0 * (total.to(tl.float64) * ((columns // (N * WIDTH) + N + 16) * 5.97e-8) + columns * 0.5) / unit
+    wide = -1
+    while (high - low > 4) & (wide != high - low) & (top < INFINITE):
+        wide = high - low
+        step = wide // 4
+        one, two, three = low + step, low + 2 * step, low + 3 * step
+        a, b, c, i, j, k = _mass_above(
+            scores_ptr, one.to(tl.float32, bitcast=True), two.to(tl.float32, bitcast=True),
+            three.to(tl.float32, bitcast=True), slot, columns, BOUNDED, N, WIDTH,
+        )  # fmt: skip
+        low, high = _narrowed(low, high, one, a, i, unit, margin, bound, least, most, BOUNDED)
+        low, high = _narrowed(low, high, two, b, j, unit, margin, bound, least, most, BOUNDED)
+        low, high = _narrowed(low, high, three, c, k, unit, margin, bound, least, most, BOUNDED)
+    fresh = high < top  # what lies above `high` is not known yet
+    while fresh | (high - low > 1):
+        probe = tl.where(fresh, high, low + (high - low) // 2)
+        fresh = low > high
         value = probe.to(tl.float32, bitcast=True)
         uppers, lowers = tl.zeros([WIDTH], tl.int64), tl.zeros([WIDTH], tl.int64)
         counts = tl.zeros([WIDTH], tl.int32)
