@@ -49,17 +49,18 @@ def baseline(call: AttentionCall, lengths: Sequence[int]) -> Baseline:
     the kernels that take the call (none takes float32) are timed, once for each shape.
     """
     pieces, scale = pieces_of(call, lengths), call.softmax_scale
-    able = [by(kernel, pieces, scale) for kernel in KERNELS if call.q.is_cuda and takes(by(kernel, pieces[:1], scale))]
-    return fastest([*able, by(ANY, pieces, scale)][: max(1, len(able))], call, lengths)
+    every = [by(kernel, pieces[:1], scale) for kernel in KERNELS] if call.q.is_cuda else []
+    able = [one for one in every if takes(one)] or [by(ANY, pieces[:1], scale)]
+    return by(fastest(able, call, lengths), pieces, scale)
 
 
-def fastest(able: Sequence[Baseline], call: AttentionCall, lengths: Sequence[int]) -> Baseline:
-    """The fastest of several kernels for a call, timed once for each shape."""
+def fastest(able: Sequence[Baseline], call: AttentionCall, lengths: Sequence[int]) -> str:
+    """The fastest of several kernels for a call, timed on its first launch, once for each shape."""
     shape = (call.q.device, call.q.dtype, call.q.shape, call.k.shape, *lengths, *(one.kernel for one in able))
     if len(able) > 1 and shape not in _fastest:
         clock = Clock(call.q.device, rounds=3, budget=0.5)
         _fastest[shape] = min(able, key=lambda one: clock.median(one.run)).kernel
-    return next(one for one in able if one.kernel == _fastest.get(shape, one.kernel))
+    return _fastest.get(shape, able[0].kernel)
 
 
 def takes(one: Baseline) -> bool:

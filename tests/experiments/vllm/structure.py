@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from attrs import define, field
 from torch import Tensor
 
@@ -58,4 +59,10 @@ class Structure:
         self.steps += next(iter(self._at)) == name
         if self._given is None or begin + rows > self._given[0].shape[0]:
             return args
-        return (*(x[begin : begin + rows] for x in self._given), *args[2:])
+        return (*(_own(x[begin : begin + rows], arg.shape[1]) for x, arg in zip(self._given, args, strict=False)), *args[2:])
+
+
+def _own(x: Tensor, width: int) -> Tensor:
+    """The columns of this process's heads, of x ``[rows, heads * D]``: tensor parallelism gives each so many."""
+    first = width * (dist.get_rank() if dist.is_initialized() else 0)
+    return x[:, first : first + width]

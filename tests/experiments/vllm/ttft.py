@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from enum import StrEnum
 from typing import Annotated
 
@@ -62,9 +63,12 @@ def ttft(
     kv_heads: options.KvHeads = 8,
     head_dim: options.HeadDim = 128,
 ) -> None:
-    """Time the first token of one prompt: vLLM's own attention, ours with every key (dense), and each --method."""
+    """Time the first token of one prompt: vLLM's own attention, ours with every key (dense), and each --method.
+
+    Under torchrun, with an --engine whose executor is external_launcher, over several GPUs; the first writes files.
+    """
     check()
-    files = Files(markdown=markdown, json=json)
+    files = Files() if int(os.environ.get("RANK", "0")) else Files(markdown=markdown, json=json)
     shape = ModelShape(
         layers=layers,
         hidden=hidden,
