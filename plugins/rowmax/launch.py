@@ -185,7 +185,7 @@ def _rounded(call: AttentionCall, tile: int) -> tuple[Keys, Tensor]:
     kernels.round_keys_kernel[columns, batch * call.kv_heads](
         rounded, factors, keys.k, keys.table, keys.scale, geometry.starts, geometry.lengths, *keys.strides,
         geometry.q_offset, geometry.q_len, geometry.kv_len, call.kv_heads, columns,
-        BLOCK=tile, BLOCK_N=min(LINES // cdiv(block(size), 128), block(tile)), D=size, BLOCK_D=block(size), **keys.flags,
-        num_warps=8, **FUSED,
+        BLOCK=tile, BLOCK_N=min(LINES // cdiv(block(size), 128), block(tile)), D=size, BLOCK_D=block(size),
+        **keys.flags, num_warps=8, **FUSED,
     )  # fmt: skip
     return Keys(rounded), factors

@@ -28,6 +28,7 @@ COMMON = {
 TWO = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "disable_custom_all_reduce": True}
 FULL = {"method": "dense", "min_query": 32}
 BFLA = {"method": "bfla", "min_query": 32, "tail": 32}
+ROWMAX = {"method": "rowmax", "min_query": 32, "tail": 32}
 
 
 @pytest.fixture(scope="module")
@@ -40,19 +41,21 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
         "full on two": {"options": {**COMMON, **TWO}, "sparse": FULL},
         "bfla": {"options": COMMON, "sparse": BFLA},
         "bfla on two": {"options": {**COMMON, **TWO}, "sparse": BFLA},
+        "rowmax": {"options": COMMON, "sparse": ROWMAX},
+        "rowmax on two": {"options": {**COMMON, **TWO}, "sparse": ROWMAX},
     }
     given = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
     asked = [{"model": str(model), "rounds": rounds, **job} for job in jobs.values()]
     return dict(zip(jobs, engine.run(asked, folder, **given, VLLM_WORKER_MULTIPROC_METHOD="spawn"), strict=True))
 
 
-@pytest.mark.parametrize("name", ["full", "bfla"])
+@pytest.mark.parametrize("name", ["full", "bfla", "rowmax"])
 def test_two_gpus_give_the_tokens_of_one(answers: dict[str, Any], name: str) -> None:
     """`test_engine_equal` and the bench's `equal` compare one GPU with vLLM's own attention."""
     assert engine.tokens(answers[name]) == engine.tokens(answers[f"{name} on two"])
 
 
-@pytest.mark.parametrize("name", ["full on two", "bfla on two"])
+@pytest.mark.parametrize("name", ["full on two", "bfla on two", "rowmax on two"])
 def test_each_layer_ran_sparse(answers: dict[str, Any], name: str) -> None:
     layers = answers[name]["report"]["layers"]
     assert [one["layer"] for one in layers] == [0, 1, 2]

@@ -59,7 +59,8 @@ class Structure:
         self.steps += next(iter(self._at)) == name
         if self._given is None or begin + rows > self._given[0].shape[0]:
             return args
-        return (*(_own(x[begin : begin + rows], arg.shape[1]) for x, arg in zip(self._given, args, strict=False)), *args[2:])
+        q, k = (x[begin : begin + rows] for x in self._given)
+        return _own(q, args[0].shape[1]), _own(k, args[1].shape[1]), *args[2:]
 
 
 def _own(x: Tensor, width: int) -> Tensor:
