@@ -163,7 +163,7 @@ def column_sums(call: AttentionCall, rows: Rows, begin: Tensor, until: int) -> T
     geometry, (batch, tiles, count) = call.geometry, rows.index.shape
     q, keys = call.q if call.q.stride(-1) == 1 else call.q.contiguous(), Keys.of(call)
     width = q.shape[-1]
-    _, chosen = settings(capability(q.device), block(width), q.element_size())
+    chosen = settings(capability(q.device), block(width), q.element_size())
     pairs = min(chosen.block_m, block(count * call.group))
     together = chosen.block_m // pairs
     groups, parts = cdiv(tiles, together), cdiv(count * call.group, pairs)

@@ -127,7 +127,7 @@ def tile_lse(
     geometry, count = call.geometry, rows.shape[1]
     q, k = packed(call.q), Keys.of(call)
     width = q.shape[-1]
-    chosen, _ = settings(capability(q.device), block(width), q.element_size())
+    chosen = settings(capability(q.device), block(width), q.element_size())
     block_r = min(chosen.block_m, block(count * call.group))
     block_n = min(chosen.block_n, block(tile))
     columns, each = geometry.tile_columns(tile), max(1, KEYS // tile)

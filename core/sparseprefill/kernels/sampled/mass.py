@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from attrs import evolve
 from torch import Tensor
 
 from sparseprefill.kernels.settings import FUSED, Settings, block, capability, cdiv, power_of_two
@@ -316,19 +315,16 @@ SHARES = 512 << 20
 
 
 @lru_cache
-def settings(capability: tuple[int, int], block_d: int, itemsize: int) -> tuple[Settings, Settings]:
-    """By compute capability, head dimension, rounded up to a power of two, and bytes per element.
+def settings(capability: tuple[int, int], block_d: int, itemsize: int) -> Settings:
+    """Of both passes; block_m: rows of a program, block_n: keys of a step.
 
-    Of the pass that sums exponentials and of the other, with the same rows (block_m) and keys (block_n) of a product.
-    Two to three programs share a Hopper multiprocessor: one's exponentials overlap the other's products.
+    By compute capability, head dimension, rounded up to a power of two, and bytes per element. Two programs share a
+    Hopper multiprocessor: one's exponentials overlap the other's products, and three steps of keys fit.
     """
     wide = block_d > 128
     if itemsize == 4:
-        plain = Settings(32, 16 if wide else 32, warps=8, stages=2)
-        return plain, plain
-    few = Settings(64 if wide else 128, 64, warps=4, stages=2)
-    # Three programs of four warps have 168 registers a thread.
-    return few, evolve(few, maxnreg=168 if capability[0] == 9 and not wide else None)
+        return Settings(32, 16 if wide else 32, warps=8, stages=2)
+    return Settings(64 if wide else 128, 64, warps=4, stages=3 if capability[0] == 9 and not wide else 2)
 
 
 def sampled_mass(
@@ -341,7 +337,7 @@ def sampled_mass(
     """
     geometry = call.geometry
     chosen = settings(capability(call.q.device), block(call.q.shape[-1]), call.q.element_size())
-    part = min(chosen[0].block_m, slash)
+    part = min(chosen.block_m, slash)
     one = geometry.batch * geometry.heads * cdiv(rows.shape[2], part) * 2 * geometry.kv_len * 4
     size = max(1, SHARES // one)
     if rows.shape[1] <= size:
@@ -353,17 +349,16 @@ def sampled_mass(
 
 
 def _round(
-    call: AttentionCall, rows: Tensor, real: Tensor, slash: int, column: int, chosen: tuple[Settings, Settings],
-    part: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    geometry, (for_lse, for_mass) = call.geometry, chosen
+    call: AttentionCall, rows: Tensor, real: Tensor, slash: int, column: int, chosen: Settings, part: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    geometry = call.geometry
     batch, samples, count = rows.shape
     heads, width, size = geometry.heads, call.q.shape[-1], geometry.kv_len
     q, keys = packed(call.q), Keys.of(call, passes=2)
     rows, real = rows.contiguous(), real.contiguous().view(torch.uint8)
     parts = cdiv(count, part)
     programs = batch * samples * heads * parts
-    chunk = _chunk(size, programs, for_lse.block_n)
+    chunk = _chunk(size, programs, chosen.block_n)
     chunks = cdiv(size, chunk)
     options: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
     partial = torch.empty(batch * samples * heads * chunks * count, **options)
@@ -376,20 +371,20 @@ def _round(
         geometry.q_offset, size, count, heads, call.group, samples, parts, chunk, call.window or 0,
     )  # fmt: skip
     flags = {
-        "ROWS": part, "BLOCK_R": block(part), "BLOCK_N": for_lse.block_n, "D": width, "BLOCK_D": block(width),
+        "ROWS": part, "BLOCK_R": block(part), "BLOCK_N": chosen.block_n, "D": width, "BLOCK_D": block(width),
         "WINDOW": call.window is not None,
         "SOFTCAP": call.softcap is not None, "PAGE": keys.page, "PRECISION": "ieee",
     }  # fmt: skip
     grid = (programs, chunks)
     sampled_lse_kernel[grid](
-        q, keys.k, keys.table, keys.scale, rows, real, geometry.starts, partial, *numbers, **flags, **for_lse.options
+        q, keys.k, keys.table, keys.scale, rows, real, geometry.starts, partial, *numbers, **flags, **chosen.options
     )
     sampled_merge_kernel[batch * samples * heads, cdiv(count, 128)](
         partial, lse, count, chunks, heads, samples, BLOCK_C=32, BLOCK_R=128, **FUSED
     )
     sampled_mass_kernel[grid](
         q, keys.k, keys.table, keys.scale, rows, real, geometry.starts, lse, shares, *numbers,
-        SLASH=slash, **flags, **for_mass.options,
+        SLASH=slash, **flags, **chosen.options,
     )  # fmt: skip
     runs = {f"{name}_{key}": x for name, run in (("COLUMN", column), ("SLASH", slash)) for key, x in _run(run)}
     blocks = cdiv(columns.shape[3], runs["COLUMN_BINS"]) + cdiv(slashes.shape[3], runs["SLASH_BINS"])
