@@ -158,21 +158,14 @@ def _mass_above(scores_ptr, one, two, three, slot, columns, BOUNDED: tl.constexp
     """Sum in float32 and number of a row's entries above each of three values."""
     a, b, c = tl.zeros([WIDTH], tl.float32), tl.zeros([WIDTH], tl.float32), tl.zeros([WIDTH], tl.float32)
     i, j, k = tl.zeros([WIDTH], tl.int32), tl.zeros([WIDTH], tl.int32), tl.zeros([WIDTH], tl.int32)
-    step: tl.constexpr = N * WIDTH
-    x = _load(scores_ptr, slot, columns)  # [N, WIDTH]
-    first = step
-    while first + step <= columns:  # the next piece is on its way while this one is looked at
-        ahead = tl.load(scores_ptr + first + slot).to(tl.float32)
+    whole = columns // (N * WIDTH) * (N * WIDTH)
+    for first in range(0, whole, N * WIDTH):
+        x = tl.maximum(tl.load(scores_ptr + first + slot).to(tl.float32), 0.0)  # [N, WIDTH], NaN as 0
         a, i = _above(a, i, x, one, BOUNDED)
         b, j = _above(b, j, x, two, BOUNDED)
         c, k = _above(c, k, x, three, BOUNDED)
-        x = tl.maximum(ahead, 0.0)  # NaN as 0
-        first += step
-    a, i = _above(a, i, x, one, BOUNDED)
-    b, j = _above(b, j, x, two, BOUNDED)
-    c, k = _above(c, k, x, three, BOUNDED)
-    if first < columns:
-        x = _load(scores_ptr, first + slot, columns)
+    if whole < columns:
+        x = _load(scores_ptr, whole + slot, columns)
         a, i = _above(a, i, x, one, BOUNDED)
         b, j = _above(b, j, x, two, BOUNDED)
         c, k = _above(c, k, x, three, BOUNDED)
