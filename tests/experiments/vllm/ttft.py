@@ -45,6 +45,7 @@ def ttft(
         typer.Option(min=0, help=f"Tokens of a step, 0 for all at once; repeat for several. By default 0 and {CHUNK}."),
     ] = None,
     gate: Annotated[bool, typer.Option("--gate", help="Let the break-even gate keep small calls dense.")] = False,
+    dense: Annotated[bool, typer.Option("--dense/--without-dense", help="Time our kernel with every key, too.")] = True,
     structure: Annotated[
         Inputs, typer.Option(help="What attention runs on: made-up heads, or the random model's own q and k.")
     ] = Inputs.HEADS,
@@ -79,7 +80,8 @@ def ttft(
         vocabulary=vocab,
         dtype=dtype,
     )
-    wanted = [Contender(stock), *options.contenders([DENSE, *(method or ())], settings or (), gate)]
+    methods = [*([DENSE] if dense else []), *(method or ())]
+    wanted = [Contender(stock), *options.contenders(methods, settings or (), gate)]
     setup = Setup(shape=shape, stock=stock, seed=seed, more=options.more(engine))
     work = FirstToken(
         setup=setup,
