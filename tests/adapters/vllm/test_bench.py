@@ -168,6 +168,20 @@ def test_made_up_heads_come_chunk_by_chunk() -> None:
     assert not seen[3][0].any(), "a row behind the prompt is the model's own"
 
 
+def test_each_process_gets_its_own_of_the_made_up_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, structure = Attention("layers.0"), Structure(SHAPE, CPU)
+    structure.fit(layer)
+    q, k = (x[0].transpose(0, 1) for x in structure.tensors(100))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    for rank in range(2):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+        structure.begin(100)
+        own = [torch.zeros(100, heads * SHAPE.head_dim) for heads in (2, 1, 1)]
+        found = layer(*own)
+        assert torch.equal(found[0], q[:, 2 * rank : 2 * rank + 2].flatten(1))
+        assert torch.equal(found[1], k[:, rank : rank + 1].flatten(1))
+
+
 def test_weights_are_the_same_for_a_seed() -> None:
     model = torch.nn.ModuleDict({"norm": torch.nn.LayerNorm(64), "qkv_proj": torch.nn.Linear(64, 96)})
     weights.fill(model, 3)
