@@ -26,6 +26,8 @@ def made(kind: str, rows: int, columns: int, seed: int = 0) -> torch.Tensor:
         return torch.randint(0, 4, (rows, columns), generator=source).float()
     if kind == "wide":
         return torch.exp(torch.randn(rows, columns, generator=source) * 20)
+    if kind == "huge":  # beyond what float32 can add up
+        return x * 3e38
     if kind == "odd":  # denormal numbers, negative ones, zeros of both signs, NaN of both signs; a row of zeros
         x[0] *= 1e-40
         x[1, ::2] *= -1
@@ -43,7 +45,7 @@ def agree(scores: torch.Tensor, share: float, least: int, most: int | None) -> N
 
 @pytest.mark.parametrize("bounds", [(0, None), (3, None), (2, 4), (7, 3), (0, 0)], ids=str)
 @pytest.mark.parametrize("columns", [1, 63, 131, 300])
-@pytest.mark.parametrize("kind", ["softmax", "ties", "wide", "odd"])
+@pytest.mark.parametrize("kind", ["softmax", "ties", "wide", "huge", "odd"])
 def test_entries_are_those_of_sorting(
     kind: str, columns: int, bounds: tuple[int, int | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,7 +75,7 @@ def test_no_share_of_infinity_is_kept(bounds: tuple[int, int | None], monkeypatc
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["softmax", "ties", "wide"])
+@pytest.mark.parametrize("kind", ["softmax", "ties", "wide", "huge"])
 @pytest.mark.parametrize("columns", [1, 127, 1024, 1025, 4096, 4097, 131_072, 1_048_576])
 def test_long_rows_on_the_gpu(columns: int, kind: str) -> None:
     scores = made(kind, 3, columns).to(DEVICE)

@@ -215,8 +215,8 @@ def top_mass_stream_kernel(
     # unit off as well. Twice that, since these are estimates.
     unit = scale.to(tl.float64) * 524288.0
     margin = 2.0 * (total.to(tl.float64) * ((columns // (N * WIDTH) + N + 16) * 5.97e-8) + columns * 0.5) / unit
-    wide = -1
-    while (high - low > 4) & (wide != high - low) & (top < INFINITE):
+    wide = tl.where((top < INFINITE) & (total.to(tl.float64) < 1e38 * unit), -1, high - low)  # else float32 overflows
+    while (high - low > 4) & (wide != high - low):
         wide = high - low
         step = wide // 4
         one, two, three = low + step, low + 2 * step, low + 3 * step
