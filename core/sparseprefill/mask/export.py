@@ -244,6 +244,7 @@ def _cells(selection: Selection, rows: _Cells, keys: _Cells, seen: _Seen, heads:
     if selection.stripes is not None:
         span = selection.tile_q * selection.group
         group = torch.div(rows.first, span, rounding_mode="floor") - _first(g, span)
+        group = group.clamp(0, selection.stripes.counts.shape[2] - 1)  # cells without a row lie in no group
         lists = Lists.of(selection.stripes, heads, selection.stripe_width, g).of_rows(group.expand(g.batch, -1))
         edges = torch.cat([keys.first, keys.last[:, -1:] + 1], 1)[:, None, None]
         before = _keys_below(lists, edges)  # [B, h, n, m + 1], keys of stripes before each cell
