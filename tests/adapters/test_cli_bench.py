@@ -10,6 +10,7 @@ from typer.testing import CliRunner, Result
 
 from experiments.bench.app import app as tables
 from experiments.bench.first_token import app as first_token
+from experiments.bench.kernels import app as kernels
 
 from .test_cli import refused
 
@@ -67,6 +68,23 @@ def test_first_token_of_a_model(tmp_path: Path) -> None:
     assert "made-up heads" in " ".join(result.stdout.split())
     names = [one["name"] for one in json.loads(path.read_text())["ttft"]]
     assert names == ["stock (SDPA)", "streaming (window=64)"]
+
+
+def test_what_a_call_launches(tmp_path: Path) -> None:
+    path = tmp_path / "kernels.json"
+    asked = ("--method", "streaming", "--method", "bfla", "--new", "40", "--json", str(path))
+    result = CliRunner().invoke(kernels, [*TINY, *asked])
+    assert result.exit_code == 0, result.output
+    found = json.loads(path.read_text())["kernels"]
+    assert {one["method"] for one in found} == {"streaming", "bfla"}
+    times = [one["microseconds"] for one in found if one["method"] == "bfla"]
+    assert times == sorted(times, reverse=True)
+    products = next(one for one in found if (one["method"], one["name"]) == ("bfla", "aten::bmm"))
+    whole = CliRunner().invoke(kernels, [*TINY, *asked, "--whole"])
+    assert whole.exit_code == 0, whole.output
+    more = json.loads(path.read_text())["kernels"]
+    assert products["launches"] >= 1
+    assert sum(one["launches"] for one in more) > sum(one["launches"] for one in found)
 
 
 def test_new_tokens_behind_cached_ones_as_a_table(tmp_path: Path) -> None:

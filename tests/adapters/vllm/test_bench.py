@@ -28,10 +28,11 @@ from experiments.vllm.app import app
 from experiments.vllm.compare import Answer, Compared, differ
 from experiments.vllm.equality import Equality
 from experiments.vllm.equality import form as equal_form
-from experiments.vllm.first_token import FirstToken, Timed
+from experiments.vllm.first_token import Contender, FirstToken, Timed
 from experiments.vllm.first_token_form import form as first_token_form
 from experiments.vllm.sheet import Sheet
 from experiments.vllm.structure import Structure
+from experiments.vllm.ttft import alone
 from sparseprefill.executors.auto import AutoExecutor
 
 from . import engine
@@ -147,6 +148,17 @@ class Attention(torch.nn.Module):
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return q, k, v
+
+
+def test_processes_of_torchrun_run_one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock, ours = Contender("CPU_ATTN"), Contender("dense", {"method": "dense"})
+    alone([stock, ours])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    alone([ours])
+    with pytest.raises(CommandError, match="not for CPU_ATTN, dense: start torchrun once for each"):
+        alone([stock, ours])
+    with pytest.raises(CommandError, match="name a --method"):
+        alone([])
 
 
 def test_made_up_heads_come_chunk_by_chunk() -> None:

@@ -153,15 +153,11 @@ class Engine:
 
     def close(self) -> None:
         """Give all memory back, so that another engine may start."""
-        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory, destroy_model_parallel
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
         self.llm = None
         gc.collect()
-        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-            cleanup_dist_env_and_memory()
-            return
-        destroy_model_parallel()  # torchrun's processes meet once: the next engine takes the group of all of them over
-        torch.accelerator.empty_cache()
+        cleanup_dist_env_and_memory()
 
 
 def check() -> None:

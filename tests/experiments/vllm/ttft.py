@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Annotated
 
 import typer
 from attrs import asdict
-from sparseprefill.adapters.cli.group import Stop
+from sparseprefill.adapters.cli.group import CommandError, Stop
 from sparseprefill.adapters.cli.progress import bars
 
 from experiments.bench.shape import ModelShape
@@ -36,6 +37,18 @@ def register(app: typer.Typer) -> None:
     app.command()(ttft)
 
 
+def alone(wanted: Sequence[Contender]) -> None:
+    """CommandError without any engine, or with several for the processes of torchrun."""
+    if not wanted:
+        raise CommandError("--without-stock --without-dense: nothing is left to time; name a --method")
+    if len(wanted) > 1 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        names = ", ".join(one.name for one in wanted)
+        raise CommandError(
+            f"torchrun's processes connect for one engine, not for {names}: start torchrun once for each, "
+            "with --without-stock, --without-dense or without --method"
+        )
+
+
 def ttft(
     length: Annotated[list[int] | None, typer.Option(min=16, help="Tokens of the prompt; repeat for several.")] = None,
     method: Annotated[list[str] | None, typer.Option(help="Also time this method; repeat for several.")] = None,
@@ -45,6 +58,9 @@ def ttft(
         typer.Option(min=0, help=f"Tokens of a step, 0 for all at once; repeat for several. By default 0 and {CHUNK}."),
     ] = None,
     gate: Annotated[bool, typer.Option("--gate", help="Let the break-even gate keep small calls dense.")] = False,
+    beside: Annotated[
+        bool, typer.Option("--beside-stock/--without-stock", help="Whether vLLM's own attention is timed, too.")
+    ] = True,
     dense: Annotated[bool, typer.Option("--dense/--without-dense", help="Time our kernel with every key, too.")] = True,
     structure: Annotated[
         Inputs, typer.Option(help="What attention runs on: made-up heads, or the random model's own q and k.")
@@ -67,6 +83,7 @@ def ttft(
     """Time the first token of one prompt: vLLM's own attention, ours with every key (dense), and each --method.
 
     Under torchrun, with an --engine whose executor is external_launcher, over several GPUs; the first writes files.
+    Its processes connect for one engine alone: name one, such as --without-stock --without-dense --method rowmax.
     """
     check()
     files = Files() if int(os.environ.get("RANK", "0")) else Files(markdown=markdown, json=json)
@@ -81,7 +98,8 @@ def ttft(
         dtype=dtype,
     )
     methods = [*([DENSE] if dense else []), *(method or ())]
-    wanted = [Contender(stock), *options.contenders(methods, settings or (), gate)]
+    wanted = [*([Contender(stock)] if beside else []), *options.contenders(methods, settings or (), gate)]
+    alone(wanted)
     setup = Setup(shape=shape, stock=stock, seed=seed, more=options.more(engine))
     work = FirstToken(
         setup=setup,
