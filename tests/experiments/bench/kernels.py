@@ -16,7 +16,6 @@ from sparseprefill.adapters.cli import options, render
 from sparseprefill.adapters.cli.options import Device, Dtype, Methods, Settings, Threads, Type
 from sparseprefill.adapters.cli.render import Column, Table
 from sparseprefill.adapters.cli.setup import Place
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from experiments.files import Files, JsonFile, command
@@ -97,7 +96,7 @@ def profiled(method: str, run: Callable[[], Any], device: torch.device, rounds: 
             run()
         if gpu:
             torch.cuda.synchronize(device)
-    wanted = DeviceType.CUDA if gpu else DeviceType.CPU
+    wanted = "CUDA" if gpu else "CPU"
     spent = [
         Kernel(
             method=method,
@@ -106,7 +105,7 @@ def profiled(method: str, run: Callable[[], Any], device: torch.device, rounds: 
             microseconds=(event.self_device_time_total if gpu else event.self_cpu_time_total) / rounds,
         )
         for event in profiler.key_averages()
-        if event.device_type == wanted
+        if event.device_type.name == wanted
     ]
     return sorted((one for one in spent if one.microseconds), key=lambda one: -one.microseconds)
 
