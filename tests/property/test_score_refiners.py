@@ -57,6 +57,11 @@ def tokens(call: sp.AttentionCall, b: int) -> int:
     if call.prompt_lengths is not None:
         given = call.prompt_lengths
         return int(given[b]) if isinstance(given, torch.Tensor) else given
+    return end(call, b)
+
+
+def end(call: sp.AttentionCall, b: int) -> int:
+    """Position behind the last real query of a batch row."""
     at = Positions.of(call)
     return int(at.query[b, 0][at.allowed[b, 0].any(-1)].max()) + 1
 
@@ -111,7 +116,8 @@ def test_decay(
         room = budget(last, n, size.get("tiles"), size.get("share"), decay) - len(one.region)
         free = one.reach - row.ends - one.region - one.own
         stripes = {y: row.columns[y] for y in row.listed if y // k in free}
-        tiles[b, h, i], columns[b, h, i] = decayed(one.have, row.ends, row.worth, stripes, room, k)
+        have = {j for j in one.have if j * k < end(call, b)}  # what lies behind takes nobody's place
+        tiles[b, h, i], columns[b, h, i] = decayed(have, row.ends, row.worth, stripes, room, k)
     expected = painted(call, plan, tiles, columns)
     after = refined(sp.PositionDecay(**size, decay=decay, **ends), call, plan)
     assert torch.equal(expected, after.mask.to_dense())
@@ -163,10 +169,11 @@ def test_weights(call: sp.AttentionCall, data: st.DataObject, beta: float, pool:
             tile_weight(bonus, j, tile_k, pool, i * tile_q)
             for j in range(min(i * tile_q // tile_k + 1, tiles.shape[3]))
         ]
-        assert wanted == pytest.approx(tiles[b, h, row, : len(wanted)].tolist(), rel=1e-9)
+        # Lengths that hardly differ leave few digits of their spread.
+        assert wanted == pytest.approx(tiles[b, h, row, : len(wanted)].tolist(), rel=1e-7)
         position = torch.full((call.q.shape[0], 1), i * tile_q)
         found = priority.column_scores(call, position, slice(h, h + 1))[b, 0, 0, : len(values)]
-        assert [math.exp(bonus[y // pool]) for y in range(len(values))] == pytest.approx(found.tolist(), rel=1e-9)
+        assert [math.exp(bonus[y // pool]) for y in range(len(values))] == pytest.approx(found.tolist(), rel=1e-7)
     assert (call.q.shape[0], heads) == tuple(tiles.shape[:2])
 
 
