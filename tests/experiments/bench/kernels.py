@@ -77,7 +77,7 @@ def kernels(
     with place.threaded():
         for name, given in options.changes(names, settings or ()).items():
             ready = prepare(of_method(registry, name, shape, parameters=given), place.device, seed)
-            run = ready.run if whole or ready.plan is None else ready.plan
+            run = ready.run if whole or ready.plan is None else ready.plan  # None is for masks, of which there are none
             found += profiled(name, run, place.device, rounds)
     rows = [asdict(one) for one in found]
     report.write_figures(files.json, facts.about(place.device, seed=seed, rounds=rounds, whole=whole, kernels=rows))

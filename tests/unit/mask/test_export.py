@@ -87,13 +87,15 @@ def test_flex_blocks_are_full_partial_or_left_out(call: AttentionCall, data: st.
 
 @pytest.mark.parametrize("starts", [(0, 0), (0, 3), (8, 0), (16, 5)])
 @pytest.mark.parametrize("block", [(4, 4), (5, 3), (8, 8), (24, 16)])
+@pytest.mark.parametrize(("rows", "tile", "group"), [(12, 8, 2), (5, 4, 1), (1, 4, 1)])
 def test_tiles_that_end_with_the_keys(
-    starts: tuple[int, int], block: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    rows: int, tile: int, group: int, starts: tuple[int, int], block: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each row's tiles begin at its start, so that one may begin where the keys end, or before they begin."""
+    """Each row's tiles begin at its start, so that one may begin where the keys end, or before they begin; with few
+    query rows some cells hold none, and lie in no group of stripes."""
     strict(monkeypatch)
-    call = make(12, 16, batch=2, starts=int32(*starts))
-    mask = random_mask(call, "both", (8, 8), 2, seed=0)
+    call = make(rows, 16, batch=2, starts=int32(*starts))
+    mask = random_mask(call, "both", (tile, tile), group, seed=0)
     block_mask = mask.to_flex(block)
     partial, full = blocks_of(mask.to_dense(), block)
     assert block_mask.full_kv_num_blocks is not None
