@@ -3,8 +3,8 @@
 For every prompt the model reads once with its own attention, which serves all contenders. A contender then prefills the
 same tokens: once watched, for distributions and recall, and as often as asked for the clock (on a CPU the watched one
 counts too, less the time of watching). What follows the prompt, a held-back tail of it and dense's greedy continuation,
-is read with dense attention behind the sparse prefill's cache, as a server decodes. One cache is alive at a time, and
-logits of some rows only.
+is read with dense attention behind the sparse prefill's cache, as a server decodes. One cache is alive at a time. Of
+the rows only hidden states are kept: logits are made of a few at once, so that all rows can be compared.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from sparseprefill.profiles.table import Progress
 from ..huggingface import attach
 from .outcome import Contender, Fidelity, Layer, Outcome, compare
 from .prompts import Prompt
-from .reading import Answers, Kept, Reader, Sizes, right_inside
+from .reading import Answers, Reader, Rows, Sizes, copied, right_inside
+from .reading import inside as rows_inside
 
 Ask = Callable[[Any, Progress], Answers]
 """Asks about the prompt that a cache holds, and leaves the cache as it was: ``ask(cache, progress)``."""
@@ -75,9 +76,8 @@ def _means(kept: Tensor) -> tuple[float, ...]:
 class Comparison:
     """One prompt on one model, read by the model itself; runs contenders one after the other.
 
-    stock: the outcome of that dense pass. kept: which of its rows were read. inside, last: their logits
-    ``[n, vocabulary]`` in the model's dtype, those of `inside` on the CPU. tail, greedy: logits of the held-back text
-    and of the greedy continuation. continuation: the greedy tokens. peak: bytes that a dense prefill adds on the
+    stock: the outcome of that dense pass. rows: all of its rows. tail, greedy: logits of the held-back text and of the
+    greedy continuation. continuation: the greedy tokens. peak: bytes that a dense prefill adds on the
     devices, None on a CPU. pictured: layer and head whose mask is kept. ask: asks about the prompt, if there is one.
     """
 
@@ -85,9 +85,7 @@ class Comparison:
     prompt: Prompt
     sizes: Sizes
     stock: Outcome
-    kept: Kept
-    inside: Tensor
-    last: Tensor
+    rows: Rows
     tail: Tensor
     greedy: Tensor
     continuation: Tensor
@@ -110,14 +108,10 @@ class Comparison:
         """Read the prompt with the model's own attention. ParameterError where it is too short for the sizes."""
         sizes, reader = sizes or Sizes(), Reader(model)
         ids, text = _cut(prompt, sizes, reader)
-        kept = Kept.of(prompt, ids.shape[1], sizes)
         with _counted(model, lambda done, of: progress("dense", done, of)):
             began = time.perf_counter()
-            logits, cache = reader.prefill(ids, kept.index)
+            rows, cache = reader.prefill(ids)
             seconds = time.perf_counter() - began
-            inside, spans, last = kept.split(logits)
-            answered, inside, last = right_inside(prompt, ids.shape[1], spans), inside.cpu(), last.clone()
-            del logits, spans
             answers = {} if ask is None else ask(cache, progress)
             tail = reader.follow(cache, text)
             continuation, greedy = reader.decode(cache, tail[-1], sizes.greedy)
@@ -130,10 +124,11 @@ class Comparison:
             seconds=seconds,
             extra_bytes=None if peak is None else 0,
             layers=_dense_layers(model),
-            inside=answered,
+            inside=right_inside(prompt, rows),
+            copies=copied(prompt, rows),
             answers=answers,
         )
-        read = kept, inside, last, tail[:-1], greedy, continuation, peak
+        read = rows, tail[:-1], greedy, continuation, peak
         return cls(reader, prompt, sizes, stock, *read, pictured, ask)
 
     def run(self, contender: Contender, progress: Progress = _silent) -> Outcome:
@@ -165,16 +160,15 @@ class Comparison:
         with attached(observe=observe) as handle:
             with _counted(reader.model, lambda done, of: progress("prefill", done, of)):
                 began = time.perf_counter()
-                logits, cache = reader.prefill(ids, self.kept.index)
+                rows, cache = reader.prefill(ids)
                 seconds = time.perf_counter() - began - spent
             watching = False
             report = handle.report()
             answers = {} if self.ask is None else self.ask(cache, progress)
         progress("fidelity", 0, 1)
-        inside, spans, last = self.kept.split(logits)
-        answered = right_inside(self.prompt, ids.shape[1], spans)
-        fidelity = self._fidelity(inside, last, cache, tail)
-        del cache, logits, inside, spans, last
+        answered, again = right_inside(self.prompt, rows), copied(self.prompt, rows)
+        fidelity = self._fidelity(rows, cache, tail)
+        del cache, rows
         with attached():
             progress("clock", 0, 1)
             seconds, peak = reader.clock(ids, sizes, seconds)
@@ -187,20 +181,22 @@ class Comparison:
             None if peak is None or self.peak is None else peak - self.peak,
             _layers(watch, report, self.stock.layers),
             answered,
+            again,
             answers,
             watch.mask,
             dict(report.notes),
         )
 
-    def _fidelity(self, inside: Tensor, last: Tensor, cache: Any, tail: Tensor) -> Fidelity:
+    def _fidelity(self, rows: Rows, cache: Any, tail: Tensor) -> Fidelity:
         ids = torch.tensor(self.prompt.ids)
         end = len(self.prompt.ids) - tail.shape[1]
+        inside, last = slice(rows_inside(end)), slice(end - self.sizes.last, end)
         follows = self.reader.follow(cache, tail)
         _, chosen = self.reader.decode(cache, follows[-1], self.sizes.greedy, self.continuation)
         parted = (chosen.argmax(-1).cpu() != self.continuation.cpu()).nonzero()
         return Fidelity(
-            compare(self.inside, inside, ids[self.kept.inside + 1]),
-            compare(self.last, last, ids[self.kept.last + 1]),
+            compare(self.rows.part(inside), rows.part(inside), ids[1:][inside]),
+            compare(self.rows.part(last), rows.part(last), ids[1:][last]),
             compare(self.tail, follows[:-1], ids[end + 1 :]),
             compare(self.greedy, chosen),
             int(parted[0]) if parted.numel() else None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from statistics import fmean, median
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from attrs import field, frozen
@@ -18,8 +18,20 @@ from sparseprefill.route import Route
 
 from ..session.defaults import TAIL
 
-ROWS_AT_ONCE = 16
-"""Rows of logits that are widened to float32 at once."""
+AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 26}
+"""Logits that are widened to float32 at once: as many as a CPU's cache holds, or a small part of a GPU's memory."""
+
+
+class Logits(Protocol):
+    """Logits of some rows: a tensor ``[n, vocabulary]``, or what makes a part of it when asked."""
+
+    def __len__(self) -> int:
+        """How many rows."""
+        ...
+
+    def __getitem__(self, rows: slice, /) -> Tensor:
+        """Logits ``[n, vocabulary]`` of a part."""
+        ...
 
 
 @frozen(eq=False)
@@ -74,27 +86,35 @@ class Divergence:
         return {name: None if value != value else value for name, value in known.items()}
 
 
-def compare(dense: Tensor, sparse: Tensor, text: Tensor | None = None) -> Divergence:
-    """Logits ``[n, vocabulary]`` of dense beside those of sparse; dense's may be log-probabilities, on any device.
+def compare(dense: Logits, sparse: Logits, text: Tensor | None = None) -> Divergence:
+    """Logits of dense beside those of sparse, row by row; dense's may be log-probabilities, on any device.
 
     text: the tokens ``[n]`` that follow in the text, where they are known. One wait for the device.
     """
     kl, same, own, dense_own = [], [], [], []
-    for first in range(0, dense.shape[0], ROWS_AT_ONCE):
-        rows = slice(first, first + ROWS_AT_ONCE)
-        p, q = log_probabilities(dense[rows].to(sparse.device)), log_probabilities(sparse[rows])
+    first, step = 0, 1  # one row shows how wide they are
+    while first < len(dense):
+        rows = slice(first, first + step)
+        given = sparse[rows]
+        p, q = log_probabilities(dense[rows].to(given.device)), log_probabilities(given)
+        first, step = first + step, max(1, AT_ONCE.get(given.device.type, AT_ONCE["cpu"]) // given.shape[-1])
         # 0 log 0 = 0: a token that dense excludes (-inf) adds nothing, whatever sparse makes of it.
         terms = torch.where(p == -torch.inf, 0.0, p.exp() * (p - q))
         kl.append(terms.sum(-1).clamp(min=0.0))
         same.append(p.argmax(-1) == q.argmax(-1))
         if text is not None:
-            token = text[rows].to(sparse.device)[:, None]
+            token = text[rows].to(given.device)[:, None]
             own.append(-q.gather(1, token)[:, 0])
             dense_own.append(-p.gather(1, token)[:, 0])
     columns = [torch.cat(kl).double(), torch.cat(same).double()]
     columns += [torch.cat(part).double() for part in (own, dense_own) if part]
     each, *means = torch.stack(columns).cpu()
     return Divergence(each, *(float(one.mean()) for one in means))
+
+
+def surprises(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Negative log-likelihood of tokens ``[n]`` by logits ``[n, vocabulary]``, in nats, float32 ``[n]``."""
+    return -log_probabilities(logits).gather(1, tokens.to(logits.device)[:, None])[:, 0]
 
 
 def log_probabilities(logits: Tensor) -> Tensor:
@@ -110,6 +130,27 @@ def pooled(parts: Sequence[Divergence]) -> Divergence:
         return float(sum(getattr(part, name) * part.rows for part in parts)) / each.numel()
 
     return Divergence(each, mean("agreement"), mean("surprise"), mean("dense_surprise"))
+
+
+@frozen
+class Copies:
+    """Tokens of passages of a text that stand far above it, too, read where they are restated.
+
+    right: tokens that are the likeliest. asked: all. surprise: their negative log-likelihood, summed, in nats.
+    """
+
+    right: int = 0
+    asked: int = 0
+    surprise: float = 0.0
+
+    def __add__(self, other: Copies) -> Copies:
+        """Both together."""
+        return Copies(self.right + other.right, self.asked + other.asked, self.surprise + other.surprise)
+
+    @property
+    def nll(self) -> float:
+        """Mean negative log-likelihood of a token, in nats; NaN where there is none."""
+        return self.surprise / self.asked if self.asked else math.nan
 
 
 @frozen
@@ -134,7 +175,7 @@ class Contender:
 class Fidelity:
     """Next-token distributions of a sparse prefill and after it, against those of the model's own.
 
-    inside: of rows of the prefill, spread over the whole prompt but its last `APART` rows. last: of the last rows of
+    inside: of all rows of the prefill but its last `APART`. last: of the last rows of
     the prefill itself. tail: of the text that follows, read with dense attention behind the sparse prefill's cache.
     greedy: of dense's own greedy continuation, decoded so. parted: tokens of the greedy continuation until sparse would
     have chosen another, None where it never did.
@@ -182,7 +223,8 @@ class Outcome:
 
     tokens: that were prefilled. fidelity: None for the stock model, which all is held against. seconds: of the
     prefill, median. extra_bytes: device memory at the prefill's peak beyond the stock model's; None on a CPU. inside:
-    answers right and asked inside the prompt, by family, where it has any. answers: values right and asked behind the
+    answers right and asked inside the prompt, by family, where it has any. copies: what became of passages that are
+    restated in it, None where there are none. answers: values right and asked behind the
     prompt, by family of task, where tasks were asked. mask: of the one head that was asked for, None
     where its layer ran dense. error: what stopped the contender; the other figures are then empty.
     """
@@ -195,6 +237,7 @@ class Outcome:
     extra_bytes: int | None = None
     layers: tuple[Layer, ...] = ()
     inside: Mapping[str, tuple[int, int]] = field(factory=dict)
+    copies: Copies | None = None
     answers: Mapping[str, tuple[int, int]] = field(factory=dict)
     mask: SparseMask | None = field(default=None, repr=False, eq=False)
     notes: Mapping[str, int] = field(factory=dict)
@@ -226,7 +269,8 @@ class Summary:
     prompts, and behind them. parted: median over the prompts, where one that never parted counts as all its tokens.
     recall, p5, lowest: over layers, heads and prompts, of the heads' means over sampled rows; the last_ ones, of
     the prompts' last rows. row_p1, row_lowest: the 1st percentile and the lowest of the sampled rows themselves, of
-    every head; a layer that ran dense has none. seconds: summed over the prompts.
+    every head; a layer that ran dense has none. seconds: summed over the prompts. copies: restated tokens, of all
+    prompts. each: the outcomes, of the prompts that came through.
     """
 
     contender: Contender
@@ -249,6 +293,8 @@ class Summary:
     extra_bytes: int | None = None
     answers_inside: tuple[int, int] = (0, 0)
     answers: tuple[int, int] = (0, 0)
+    copies: Copies = Copies()
+    each: tuple[Outcome, ...] = field(default=(), repr=False)
 
     @property
     def places(self) -> dict[str, dict[str, Any]]:
@@ -294,6 +340,8 @@ class Summary:
             extra_bytes=max(extra) if extra else None,
             answers_inside=_total([one.inside_score for one in done]),
             answers=_total([one.score for one in done]),
+            copies=sum((one.copies for one in done if one.copies is not None), Copies()),
+            each=tuple(done),
         )
 
 

@@ -32,12 +32,13 @@ class Prompt:
     """A prompt as the model reads it.
 
     name: where it comes from. ids: its tokens, at least one. inside: answers that stand in it, and that the rows before
-    their tokens must find (teacher forcing).
+    their tokens must find (teacher forcing). copies: tokens of passages that stand far above, too, word for word.
     """
 
     name: str
     ids: tuple[int, ...]
     inside: tuple[Span, ...] = ()
+    copies: tuple[Span, ...] = ()
 
 
 @frozen

@@ -16,7 +16,9 @@ from torch import Tensor
 from sparseprefill.errors import AttachError
 from sparseprefill.validate import whole
 
-from .prompts import Prompt
+from ..huggingface.inspection import find_decoder
+from .outcome import Copies, surprises
+from .prompts import Prompt, Span
 
 Answers = Mapping[str, tuple[int, int]]
 """Values right and asked, by family of task."""
@@ -25,66 +27,51 @@ APART = 160
 """Last rows of a prefill that do not count as inside it: the dense tail serves 128 of them whatever a method keeps."""
 
 
-@frozen(eq=False)
-class Kept:
-    """Which rows of a prompt's prefill are read, int64 ``[n]`` each, ascending.
-
-    inside: spread evenly over the rows before the last `APART`; over all of a prompt that has no more. answers: the
-    rows that predict the tokens of answers inside the prompt, of its `Span`s one after the other. last: the last ones.
-    """
-
-    inside: Tensor
-    answers: Tensor
-    last: Tensor
-
-    @classmethod
-    def of(cls, prompt: Prompt, tokens: int, sizes: Sizes) -> Kept:
-        """The rows to read of a prefill of the prompt's first tokens, so many."""
-        most = tokens - APART if tokens > APART else tokens
-        count = min(sizes.inside, most)
-        inside = torch.linspace(0, most - 1, count, dtype=torch.float64).round().long()
-        answers = [torch.arange(one.first - 1, one.last - 1) for one in prompt.inside if one.last <= tokens]
-        return cls(inside, torch.cat([*answers, torch.empty(0).long()]), torch.arange(tokens - sizes.last, tokens))
-
-    @property
-    def index(self) -> Tensor:
-        """All of them, one kind after the other."""
-        return torch.cat([self.inside, self.answers, self.last])
-
-    def split(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits ``[n, vocabulary]`` of `index`, by kind."""
-        inside, answers, last = logits.split([len(self.inside), len(self.answers), len(self.last)])
-        return inside, answers, last
+def inside(tokens: int) -> int:
+    """How many rows of a prefill of so many tokens count as inside it: all but the last `APART`, or all where there
+    are no more."""
+    return tokens - APART if tokens > APART else tokens
 
 
-def right_inside(prompt: Prompt, tokens: int, logits: Tensor) -> Answers:
-    """Answers inside the prompt whose every token is the likeliest, and how many there are, by family.
-
-    logits: of the rows `Kept.answers` of a prefill of so many tokens.
-    """
-    spans = [one for one in prompt.inside if one.last <= tokens]
+def right_inside(prompt: Prompt, rows: Rows) -> Answers:
+    """Answers inside the prompt whose every token is the likeliest, and how many there are, by family."""
+    spans = [one for one in prompt.inside if one.last <= len(rows)]
     if not spans:
         return {}
-    same = logits.argmax(-1).cpu() == torch.tensor(
-        [token for one in spans for token in prompt.ids[one.first : one.last]]
-    )
+    asked, tokens = _asked(prompt, spans)
+    same = rows[asked].argmax(-1).cpu() == tokens
     found: dict[str, tuple[int, int]] = {}
     for one, hits in zip(spans, same.split([one.last - one.first for one in spans]), strict=True):
-        right, asked = found.get(one.family, (0, 0))
-        found[one.family] = right + bool(hits.all()), asked + 1
+        right, of = found.get(one.family, (0, 0))
+        found[one.family] = right + bool(hits.all()), of + 1
     return found
+
+
+def copied(prompt: Prompt, rows: Rows) -> Copies | None:
+    """What a prefill says of the tokens of the prompt's restated passages; None where it has none."""
+    spans = [one for one in prompt.copies if one.last <= len(rows)]
+    if not spans:
+        return None
+    asked, tokens = _asked(prompt, spans)
+    logits = rows[asked]
+    same = logits.argmax(-1).cpu() == tokens
+    return Copies(int(same.sum()), len(tokens), float(surprises(logits, tokens).sum()))
+
+
+def _asked(prompt: Prompt, spans: list[Span]) -> tuple[Tensor, Tensor]:
+    """The rows that predict the tokens of some spans, and these tokens, int64 ``[n]``."""
+    rows = torch.cat([torch.arange(one.first - 1, one.last - 1) for one in spans])
+    return rows, torch.tensor(prompt.ids)[rows + 1]
 
 
 @frozen(kw_only=True)
 class Sizes:
     """How much is looked at, in tokens or rows.
 
-    inside: rows spread over the prompt, of which the last `APART` are none. last: last rows of the prefill. tail: text
-    held back from the prompt's end. greedy: tokens of dense's own continuation. rows: sampled for the recall. repeats:
-    prefills that are timed; the median counts.
+    last: last rows of the prefill. tail: text held back from the prompt's end. greedy: tokens of dense's own
+    continuation. rows: sampled for the recall. repeats: prefills that are timed; the median counts.
     """
 
-    inside: int = field(default=2048, validator=whole(1))
     last: int = field(default=32, validator=whole(1))
     tail: int = field(default=32, validator=whole(2))
     greedy: int = field(default=64, validator=whole(1))
@@ -115,18 +102,49 @@ class Reader:
         found: torch.device = self.model.get_input_embeddings().weight.device
         return self.model.device if found.type == "meta" else found
 
-    def prefill(self, ids: Tensor, rows: Tensor) -> tuple[Tensor, Any]:
-        """Logits ``[n, vocabulary]`` of some rows of the prompt ``[1, tokens]``, by index int64 ``[n]``, and the cache.
+    @property
+    def decoder(self) -> Any:
+        """The part of the model in front of its head. AttachError where it has no head of its own."""
+        found = find_decoder(self.model)
+        if found is self.model:
+            name = type(self.model).__name__
+            raise AttachError(f"{name} has no language-modelling head: pass a causal language model")
+        return found
 
-        No logits of other rows are made where the model's forward takes `logits_to_keep`.
+    def prefill(self, ids: Tensor, cache: Any = None) -> tuple[Rows, Any]:
+        """All rows of the prompt ``[1, tokens]``, read behind a cache where there is one, and the cache.
+
+        Only the hidden states of the rows are kept; logits are made of them when they are asked for.
         """
-        out = self._run(ids, rows.to(self.device), use_cache=True)
+        found: list[Any] = []
+        hook = self.decoder.register_forward_hook(lambda _, given, out: found.append(out))
+        behind = {} if cache is None else {"past_key_values": cache}
+        try:
+            out = self._run(ids, 1, use_cache=True, **behind)
+        finally:
+            hook.remove()
         cache = getattr(out, "past_key_values", None)
         if cache is None:
             name = type(self.model).__name__
             raise AttachError(f"{name} returns no cache: pass a model that decodes from past_key_values")
-        logits = out.logits[0]
-        return logits if logits.shape[0] == rows.numel() else logits[rows.to(logits.device)], cache
+        return Rows(self, found[-1][0][0], type(found[-1])), cache
+
+    def head(self, hidden: Tensor, kind: Any) -> Tensor:
+        """Logits ``[n, vocabulary]`` of hidden states ``[n, width]`` as the model's own forward makes them of what its
+        decoder gives, so with whatever scale or cap it has. kind: class of the decoder's output."""
+        decoder, given = self.decoder, hidden[None]
+        out = (given,) if kind is tuple else kind(last_hidden_state=given)
+        own = vars(decoder).get("forward")
+        decoder.forward = lambda *_, **__: out
+        try:
+            ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=self.device)
+            logits: Tensor = self._run(ids, 0, use_cache=False).logits[0]
+        finally:
+            if own is None:
+                del decoder.forward
+            else:
+                decoder.forward = own
+        return logits
 
     def follow(self, cache: Any, ids: Tensor) -> Tensor:
         """Logits ``[n, vocabulary]`` of the tokens ``[1, n]`` behind the cache, which grows by them."""
@@ -179,3 +197,28 @@ class Reader:
         if "logits_to_keep" in inspect.signature(self.model.forward).parameters:
             more["logits_to_keep"] = keep
         return self.model(ids, **more)
+
+
+@frozen(eq=False)
+class Rows:
+    """Rows of a prefill, of which logits are made a part at a time: ``rows[first:last]``, or ``rows[index]``.
+
+    hidden: states ``[n, width]`` behind the decoder. kind: class of the decoder's output.
+    """
+
+    reader: Reader
+    hidden: Tensor
+    kind: Any
+
+    def __len__(self) -> int:
+        """How many rows."""
+        return self.hidden.shape[0]
+
+    def __getitem__(self, rows: slice | Tensor) -> Tensor:
+        """Logits ``[n, vocabulary]`` of some rows, in the model's dtype."""
+        chosen = self.hidden[rows] if isinstance(rows, slice) else self.hidden[rows.to(self.hidden.device)]
+        return self.reader.head(chosen, self.kind)
+
+    def part(self, rows: slice) -> Rows:
+        """Some of the rows, still without logits."""
+        return Rows(self.reader, self.hidden[rows], self.kind)

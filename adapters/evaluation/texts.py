@@ -1,0 +1,283 @@
+"""Natural texts out of the Python at hand, with passages and facts in them that are restated far below.
+
+A pretrained model goes on with a passage that it has read before, and with a fact that it was told: no training for a
+task is needed, and what a prefill loses shows in the tokens that its rows can no longer look up. Nothing is downloaded.
+Other versions of Python and of what is installed give slightly other texts for the same seed.
+
+Four kinds of text: `code`, the standard library's sources; `docs`, what ``help()`` shows and docstrings; `notes`, the
+descriptions of installed packages, which are mostly prose; and `records`, one JSON object for every function of the
+standard library, as a tool of an agent would list them.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import random
+import sysconfig
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+from sparseprefill.errors import ParameterError
+
+from .prompts import Prompt, Span, spans_of
+
+LENGTH, CUE = 56, 8
+"""Tokens of a passage that is restated, and the first of them, which do not count: nothing says yet which one it is."""
+COPIES, FACTS = 16, 12
+"""Passages and facts in a text, at most; shorter texts have fewer."""
+EACH = 384
+"""Tokens of a text for each passage."""
+FAR = 1280
+"""Tokens at least between a passage or a fact and where it stands again, so that no small window holds both."""
+SHORTEST = 3072
+"""Tokens of the shortest text that has room for both."""
+END = 320
+"""Tokens behind the last of them, so that it stands in no row that a dense tail serves."""
+FORMS = (
+    "The access code of the {key} is {value}.",
+    "Note: the serial number of the {key} is {value}.",
+    "{key} = {value}",
+    "# {key}: {value}",
+    '{{"name": "{key}", "id": {value}}}',
+)
+"""How facts are worded: prose, a setting, a comment, a record."""
+_SIZES = ("small", "large", "heavy", "light", "round", "narrow", "hollow", "folding")
+_COLOURS = ("red", "green", "violet", "orange", "silver", "purple", "yellow", "brown")
+_THINGS = ("lantern", "kettle", "compass", "ladder", "violin", "anchor", "basket", "hammer", "mirror", "saddle")
+_LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data", "__pycache__"})
+
+
+def built_in(tokenizer: Any, tokens: int, count: int, seed: int = 0, kinds: Sequence[str] = ()) -> list[Prompt]:
+    """`count` prompts of `tokens` tokens each, of all kinds in turn, or of some, with what is restated in them.
+
+    seed: chooses the texts and everything in them. Raises ParameterError for a kind that there is not.
+    """
+    chosen = tuple(kinds) or tuple(KINDS)
+    for kind in chosen:
+        if kind not in KINDS:
+            raise ParameterError(f"kinds holds {kind!r}: pass some of {', '.join(KINDS)}")
+    found = []
+    for index in range(count):
+        kind, place = chosen[index % len(chosen)], seed + index // len(chosen)
+        rng = random.Random(f"text/{kind}/{place}")
+        found.append(_prompt(f"{kind} {place}", _natural(kind, rng, tokenizer, tokens), rng, tokenizer))
+    return found
+
+
+def cut_of(text: str, tokenizer: Any, tokens: int, count: int, seed: int = 0) -> list[Prompt]:
+    """`count` prompts of `tokens` tokens each out of one text, from places spread over it, with what is restated in
+    them. Raises ParameterError where the text has fewer tokens."""
+    lines, ids = text.splitlines(keepends=True), list(tokenizer(text)["input_ids"])
+    if len(ids) < tokens:
+        raise ParameterError(f"tokens is {tokens}: the text has {len(ids)}; pass that or less")
+    found = []
+    for index in range(count):
+        # A text that has no room for a prompt behind this place gives its last tokens.
+        first = len(lines) * index // count
+        own = list(tokenizer("".join(lines[first:]))["input_ids"])[:tokens]
+        own = own if len(own) == tokens else ids[-tokens:]
+        found.append(_prompt(f"text {index + 1}", own, random.Random(f"text/{seed}/{index}"), tokenizer))
+    return found
+
+
+def with_copies(prompt: Prompt, seed: int = 0) -> Prompt:
+    """A prompt of as many tokens in which passages of its own are restated; as it is where it is too short for that.
+
+    The text loses so many of its tokens, just in front of its last `END`, where a question may stand.
+    """
+    rng = random.Random(f"copies/{prompt.name}/{seed}")
+    return _restated(prompt, [], rng)
+
+
+def _prompt(name: str, ids: Sequence[int], rng: random.Random, tokenizer: Any) -> Prompt:
+    return _restated(Prompt(name, tuple(ids)), _facts(rng, tokenizer, len(ids)), rng)
+
+
+def share_of(most: int, tokens: int) -> int:
+    """How many of at most so many passages or facts a text has."""
+    return 0 if tokens < SHORTEST else min(most, tokens // EACH * most // COPIES)
+
+
+@frozen
+class _Fact:
+    """The tokens of a line, and which of them are its value."""
+
+    ids: tuple[int, ...]
+    value: Span
+
+
+def _facts(rng: random.Random, tokenizer: Any, tokens: int) -> list[_Fact]:
+    keys = [f"{a} {b} {c}" for a in _SIZES for b in _COLOURS for c in _THINGS]
+    made = []
+    for index, key in enumerate(rng.sample(keys, share_of(FACTS, tokens))):
+        value = str(rng.randrange(10**6, 10**7))
+        line = "\n" + FORMS[index % len(FORMS)].format(key=key, value=value) + "\n"
+        first = line.rindex(value)
+        ids, (span,) = spans_of(line, [("facts", first, first + len(value))], _plain(tokenizer))
+        made.append(_Fact(ids, span))
+    return made
+
+
+def _plain(tokenizer: Any) -> Any:
+    """The tokenizer without the tokens that begin and end a text."""
+
+    def read(text: str, **more: Any) -> Any:
+        return tokenizer(text, add_special_tokens=False, **more)
+
+    read.is_fast = getattr(tokenizer, "is_fast", False)  # type: ignore[attr-defined]
+    return read
+
+
+def _restated(prompt: Prompt, facts: Sequence[_Fact], rng: random.Random) -> Prompt:
+    """The prompt with facts, which stand in it twice, and with passages of its own again, each far below the first."""
+    whole = len(prompt.ids)
+    passages = share_of(COPIES, whole)
+    added = passages * LENGTH + 2 * sum(len(one.ids) for one in facts)
+    if not passages or whole - added < FAR + 2 * END:
+        return prompt
+    cut = whole - added - END
+    ids = [*prompt.ids[:cut], *prompt.ids[whole - END :]]
+    sources = sorted(_apart(rng, passages, cut - FAR - LENGTH))
+    inserted: list[tuple[int, Sequence[int], tuple[str, int, int] | None]] = []
+    for first in sources:
+        again = rng.randrange(first + LENGTH + FAR, cut + 1)
+        inserted.append((again, ids[first : first + LENGTH], ("copies", CUE, LENGTH)))
+    for fact in facts:
+        first = rng.randrange(1, cut - FAR)
+        again = rng.randrange(first + FAR, cut + 1)
+        inserted += [
+            (first, fact.ids, None),
+            (again, fact.ids, (fact.value.family, fact.value.first, fact.value.last)),
+        ]
+    # What would fall into a passage stands behind it, so that a passage stays whole.
+    moved = [(_outside(at, sources), new, span) for at, new, span in inserted]
+    made: list[int] = []
+    spans: list[Span] = []
+    done = 0
+    for at, new, span in sorted(moved, key=lambda one: one[0]):
+        made += ids[done:at]
+        done = at
+        if span is not None:
+            spans.append(Span(span[0], len(made) + span[1], len(made) + span[2]))
+        made += new
+    made += ids[done:]
+    found = {kind: tuple(one for one in spans if (one.family == "copies") == kind) for kind in (True, False)}
+    return Prompt(prompt.name, tuple(made), (*prompt.inside, *found[False]), found[True])
+
+
+def _apart(rng: random.Random, count: int, room: int) -> list[int]:
+    """Places from 1 on of passages that do not overlap, within some room."""
+    spare = sorted(rng.randrange(max(1, room - count * LENGTH)) for _ in range(count))
+    return [1 + place + index * LENGTH for index, place in enumerate(spare)]
+
+
+def _outside(at: int, sources: Sequence[int]) -> int:
+    for first in sources:
+        if first < at < first + LENGTH:
+            return first + LENGTH
+    return at
+
+
+def _natural(kind: str, rng: random.Random, tokenizer: Any, tokens: int) -> list[int]:
+    """The first tokens of documents of a kind, in an order that is drawn."""
+    documents = list(KINDS[kind]())
+    rng.shuffle(documents)
+    ids: list[int] = []
+    while len(ids) < tokens:
+        before = len(ids)
+        for read in documents:  # a kind with fewer tokens begins again
+            text = read()
+            if text:
+                ids += tokenizer(text, add_special_tokens=not ids)["input_ids"]
+            if len(ids) >= tokens:
+                break
+        if len(ids) == before:
+            raise ParameterError(f"kinds holds {kind!r}, of which this machine has no text: pass others")
+    return ids[:tokens]
+
+
+@cache
+def _sources() -> tuple[Path, ...]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    return tuple(path for path in sorted(root.rglob("*.py")) if not _LEFT_OUT & set(path.relative_to(root).parts))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return ""
+
+
+def _code() -> list[Callable[[], str]]:
+    return [lambda path=path: f"# {path.name}\n{_text(path)}\n" for path in _sources()]  # type: ignore[misc]
+
+
+def _docs() -> list[Callable[[], str]]:
+    from pydoc_data.topics import topics
+
+    made: list[Callable[[], str]] = [lambda key=key: f"{topics[key]}\n\n" for key in sorted(topics)]  # type: ignore[misc]
+    return made + [lambda path=path: _docstrings(path) for path in _sources()]  # type: ignore[misc]
+
+
+def _docstrings(path: Path) -> str:
+    nodes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = ((getattr(node, "name", path.stem), ast.get_docstring(node)) for node in _nodes(path, nodes))
+    return "".join(f"{name}\n{text}\n\n" for name, text in found if text)
+
+
+def _nodes(path: Path, kinds: tuple[type[ast.AST], ...]) -> Iterator[Any]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(_text(path))
+    except (SyntaxError, ValueError):
+        return
+    yield from (node for node in ast.walk(tree) if isinstance(node, kinds))
+
+
+def _notes() -> list[Callable[[], str]]:
+    found = {one.metadata["Name"]: one for one in metadata.distributions() if one.metadata["Name"]}
+    return [lambda one=one: _description(one) for _, one in sorted(found.items())]  # type: ignore[misc]
+
+
+def _description(one: metadata.Distribution) -> str:
+    text = one.metadata.get_payload() or one.metadata["Description"] or ""
+    return f"{one.metadata['Name']}\n\n{text}\n\n" if isinstance(text, str) and len(text) > 400 else ""
+
+
+def _records() -> list[Callable[[], str]]:
+    return [lambda path=path: _listed(path) for path in _sources()]  # type: ignore[misc]
+
+
+def _listed(path: Path) -> str:
+    lines = []
+    for node in _nodes(path, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        record = {
+            **{"file": path.name, "line": node.lineno, "name": node.name},
+            "parameters": [one.arg for one in node.args.args],
+            **{"lines": (node.end_lineno or node.lineno) - node.lineno + 1},
+            "calls": sorted({one.func.id for one in ast.walk(node) if _names(one)})[:6],
+        }
+        lines.append(json.dumps(record))
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _names(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+
+
+KINDS: Mapping[str, Callable[[], list[Callable[[], str]]]] = {
+    "code": _code,
+    "docs": _docs,
+    "notes": _notes,
+    "records": _records,
+}
+"""Kinds of text: what gives the documents of each, which are read when they are needed."""
