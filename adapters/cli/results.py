@@ -27,7 +27,7 @@ NOTES = (
     "computed / causal pairs. prefill: time of one forward pass, without the measuring; speed-up: the stock model's "
     "time in this run / this time."
 )
-DROP = ("extra", "prefill", "same", "end KL", "rows", "99 %", "recall", "lowest", "density", "KL")
+DROP = ("extra", "prefill", "same", "end KL", "rows", "lowest", "NLL", "recall", "99 %", "density", "KL")
 """Columns that a narrow terminal leaves out, in this order."""
 ANSWERS = (
     "inside: answers inside the prompt, which rows before its last {apart} must find / dense's. end: values right / "
@@ -42,10 +42,12 @@ ON_CPU = (
     "different."
 )
 MEASURED: Mapping[str, Callable[[Summary], str]] = {
+    "copies": lambda one: right_of((one.copies.right, one.copies.asked)),
     "inside": lambda one: right_of(one.answers_inside),
     "end": lambda one: right_of(one.answers),
     "KL": lambda one: "" if one.inside is None else small(one.inside.kl),
     "99 %": lambda one: "" if one.inside is None else small(one.inside.high),
+    "NLL": lambda one: "" if one.inside is None or one.inside.nll_ratio != one.inside.nll_ratio else f"{one.inside.nll_ratio:.3f}",
     "same": lambda one: "" if one.inside is None else f"{one.inside.agreement:.1%}",
     "end KL": lambda one: "" if one.end is None else small(one.end.kl),
     "recall": lambda one: f"{one.recall:.1%}",
@@ -74,7 +76,7 @@ def line_of(found: Sequence[Outcome], sizes: Sizes) -> str:
     if last.error:
         return f"{last.contender.label} failed: {last.error}"
     one = summaries([found[0], last] if last is not found[0] else [last], sizes.greedy)[-1]
-    heads = [head for head in ("inside", "end", "KL", "prefill") if MEASURED[head](one)]
+    heads = [head for head in ("copies", "inside", "end", "KL", "prefill") if MEASURED[head](one)]
     return f"{last.contender.label}: {', '.join(f'{head} {MEASURED[head](one)}' for head in heads)}"
 
 

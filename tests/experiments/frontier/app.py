@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,26 +31,31 @@ from sparseprefill.adapters.cli.options import (
     suited,
 )
 from sparseprefill.adapters.cli.progress import bars
-from sparseprefill.adapters.cli.searched import SAMPLED, fixed_parameters, with_tables, without_tables
+from sparseprefill.adapters.cli.searched import fixed_parameters, with_tables, without_tables
 from sparseprefill.adapters.cli.setup import Place, Source, identity_of
-from sparseprefill.adapters.demo.exam import prompt_of
-from sparseprefill.adapters.demo.tasks import TABLES, TUNING
+from sparseprefill.adapters.demo.tasks import TABLES
 from sparseprefill.adapters.evaluation.reading import Sizes
 from sparseprefill.adapters.session.defaults import TAIL
 
 from experiments.bench.clock import Clock
+from experiments.bench.dense import fastest_first
 from experiments.files import Files, JsonFile, MarkdownFile, command
 from sparseprefill.method import Method
 from sparseprefill.registry import default_registry
 
 from . import results
-from .exams import exams_of, readings_of
+from .exams import Texts
 from .points import Point, Reader, best_settings, configured, in_eight_bits, spread
 
 TOKENS = {"cpu": (4096,), "cuda": (32768,)}
 """Lengths unless told otherwise."""
-CLUSTERED = 4
-"""Texts that tables of a model are made from."""
+
+
+class On(StrEnum):
+    """What a model reads: the embedded model's tasks, or natural text in which passages and facts are restated."""
+
+    TASKS = "tasks"
+    TEXTS = "texts"
 
 
 app = command("Show what settings of the methods cost and keep on a model: answers, fidelity, recall, and time.")
@@ -70,6 +77,21 @@ def frontier(
         typer.Option(
             "--from", help="Run the defaults and each method's best setting in this file, --json of another seed's run."
         ),
+    ] = None,
+    kl: Annotated[
+        list[float] | None,
+        typer.Option(
+            "--kl",
+            min=0.0,
+            help="With --from: each method's cheapest setting there with at most this KL; repeat for several. By "
+            "default the cheapest one that keeps 98 % of dense's answers.",
+        ),
+    ] = None,
+    on: Annotated[
+        On, typer.Option(help="Read the embedded model's tasks, or natural texts, which any pretrained model can.")
+    ] = On.TASKS,
+    kind: Annotated[
+        list[str] | None, typer.Option(help="Kind of natural text; repeat for several. By default all in turn.")
     ] = None,
     tokens: Annotated[
         list[int] | None, typer.Option(min=256, help="Length of the texts in tokens; repeat for several.")
@@ -103,7 +125,7 @@ def frontier(
     methods = options.chosen(registry, method)
     values = options.tried([one.name for one in methods], settings or (), tried or ())
     fixed = fixed_parameters(methods, settings or (), model, recall_floor, values)
-    best = None if chosen_by is None else best_settings(chosen_by, seed, texts)
+    best = None if chosen_by is None else best_settings(chosen_by, seed, texts, kl or ())
     files_of_settings = [configured(path) for path in config or ()]
     _candidates(without_tables(methods, fixed), fixed, values, most, best, suited(model))  # all that can be seen
     place = Place.of(device, dtype.value, threads)
@@ -118,14 +140,13 @@ def frontier(
 
     with place.threaded(), bars(1) as shown:
         source = Source.of(model, place)
-        exams = exams_of(source, lengths, texts, questions, seed)
-        # Tables of the model are made from other texts than those that are measured.
-        others = exams_of(source, [min(SAMPLED, lengths[0])], CLUSTERED, 1, TUNING)
+        if on == On.TASKS:
+            read = Texts.of_tasks(source, lengths, texts, questions, seed, tail, sizes)
+        else:
+            read = Texts.natural(source, lengths, texts, seed, tail, sizes, kind or ())
         loaded = source.load()
         identity = identity_of(loaded, model)
-        readings = readings_of(loaded, source, identity, exams, tail, sizes)
-        prompts = [prompt_of(exam, source.tokenizer)[0] for own in others.values() for exam in own]
-        methods, left_out = with_tables(methods, fixed, loaded, identity, prompts, shown)
+        methods, left_out = with_tables(methods, fixed, loaded, identity, read.others, shown)
         candidates = _candidates(methods, fixed, values, most, best, suited(model))
         candidates += files_of_settings
         candidates = list(map(in_eight_bits, candidates)) if eight_bits else candidates
@@ -133,14 +154,14 @@ def frontier(
             **{"model": model or "embedded", "tail": tail, "recall_floor": recall_floor, "texts": texts},
             **{"questions": questions, "seed": seed, "from": None if chosen_by is None else str(chosen_by)},
             **{"minutes": minutes, "rounds": rounds, "dtype": place.dtype_name, "threads": threads},
-            **{"left_out": left_out, "eight_bits": eight_bits},
+            **{"left_out": left_out, "eight_bits": eight_bits, "on": str(on), "kinds": kind, "kl": kl},
         }
         shown.expect(len(lengths) * len(candidates))
-        with Stop() as stop:
+        with Stop() as stop, fastest_first() if place.device.type == "cuda" else nullcontext():
             for length in lengths:
                 if found and late():
                     break
-                reader = Reader.of(length, readings(length), clock)
+                reader = Reader.of(length, read.read(loaded, identity, length), clock)
                 for candidate in candidates:
                     if found and late():
                         break
@@ -153,10 +174,8 @@ def frontier(
         render.note(f"{name} is left out: {reason}")
     for one in methods:
         if best is not None and one.search and one.name not in best:
-            render.note(
-                f"{one.name} runs only at its defaults: no setting of it in {chosen_by} keeps 98 % of dense's answers "
-                "inside the texts and behind them"
-            )
+            lack = f"has a KL of at most {max(kl)}" if kl else "keeps 98 % of dense's answers inside the texts and behind"
+            render.note(f"{one.name} runs only at its defaults: no setting of it in {chosen_by} {lack}")
     render.broken(registry)
     every = len(lengths) * len(candidates)
     stop.end(len(found), every, "settings")
@@ -171,7 +190,7 @@ def _candidates(
     fixed: dict[str, dict[str, Any]],
     values: Mapping[str, Mapping[str, list[Any]]],
     most: int,
-    best: Mapping[str, Mapping[str, Any]] | None,
+    best: Mapping[str, Sequence[Mapping[str, Any]]] | None,
     usual: Mapping[str, Any],
 ) -> list[Candidate]:
     """Each method's defaults, what suits the embedded model, and the best of another run or, where there was none,
@@ -183,7 +202,7 @@ def _candidates(
         if not searched and one.name in usual:
             own.append({**usual[one.name], **given})
         if best is not None and not searched:
-            own += [{**best[one.name], **given}] if one.name in best else []
+            own += [{**each, **given} for each in best.get(one.name, ())]
         elif searched or set(one.search) - set(given):
             own += spread(space(one, searched, given), 0 if searched else most)
         made += [Candidate(one, each) for index, each in enumerate(own) if each not in own[:index]]

@@ -94,7 +94,7 @@ class Reader:
     def of(cls, tokens: int, readings: Asked, clock: Clock) -> Reader:
         """Let the model read the prompts with its own attention."""
         stock = Summary.of([readings.stock(index) for index in range(readings.count)], readings.sizes.greedy)
-        ids = readings.prompts[0].ids[: -readings.behind[0]]
+        ids = readings.prompts[0].ids[: -readings.held_back(0)]
         device = readings.model.get_input_embeddings().weight.device
         try:
             layers = Layers.of(readings.model, torch.tensor([ids], device=device))
@@ -164,8 +164,16 @@ def spread(settings: Sequence[dict[str, object]], most: int) -> list[dict[str, o
     return [settings[round(i * (len(settings) - 1) / (most - 1))] for i in range(most)]
 
 
-def best_settings(path: Path, seed: int, texts: int) -> dict[str, dict[str, Any]]:
-    """By method, the setting that a file of --json recommends at its longest length.
+def cheapest(points: Iterable[Mapping[str, Any]], kl: float) -> Mapping[str, Any] | None:
+    """Of a method's points, as the command's --json has them, the one of lowest density with at most so large a KL;
+    None where there is none."""
+    good = [one for one in points if not one["error"] and _kl(one) <= kl]
+    return min(good, key=lambda one: (one["density"], _kl(one)), default=None)
+
+
+def best_settings(path: Path, seed: int, texts: int, kl: Sequence[float] = ()) -> dict[str, list[dict[str, Any]]]:
+    """By method, the settings that a file of --json speaks for at its longest length: the cheapest one for each limit
+    of the KL, each once, or where there is no limit the one that keeps the answers.
 
     seed, texts: of the run that wants them; CommandError where its texts are among those of the file, or the file holds
     something else. Tables, such as clusters, are left to the run.
@@ -175,18 +183,22 @@ def best_settings(path: Path, seed: int, texts: int) -> dict[str, dict[str, Any]
         seeds = range(found["seed"], found["seed"] + found["texts"])
         longest = max(one["tokens"] for one in found["points"])
         points = [one for one in found["points"] if one["tokens"] == longest]
-        names = dict.fromkeys(one["method"] for one in points)
-        best = {name: recommended(one for one in points if one["method"] == name) for name in names}
-        made = {
-            name: {key: value for key, value in one["parameters"].items() if not isinstance(value, dict)}
-            for name, one in best.items()
-            if one is not None
-        }
+        made: dict[str, list[dict[str, Any]]] = {}
+        for name in dict.fromkeys(one["method"] for one in points):
+            own = [one for one in points if one["method"] == name]
+            chosen = [cheapest(own, most) for most in sorted(kl)] if kl else [recommended(own)]
+            settings = [_scalars(one["parameters"]) for one in chosen if one is not None]
+            if settings:
+                made[name] = [one for index, one in enumerate(settings) if one not in settings[:index]]
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise CommandError(f"--from {path}: {error!r}: pass what --json FILE wrote") from error
     if set(seeds) & set(range(seed, seed + texts)):
         raise CommandError(f"--from {path}: its settings were found on the same texts: pass a --seed other than {seed}")
     return made
+
+
+def _scalars(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in parameters.items() if not isinstance(value, dict)}
 
 
 @frozen(kw_only=True)

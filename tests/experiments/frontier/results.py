@@ -25,7 +25,7 @@ from .points import Point, frontier
 
 if TYPE_CHECKING:
     from sparseprefill.adapters.cli.setup import Place
-    from sparseprefill.adapters.evaluation.outcome import Divergence
+    from sparseprefill.adapters.evaluation.outcome import Divergence, Outcome, Summary
 
 DROP = (
     *("mask", "end KL", "rows", "prefill speed-up", "99 %", "attention", "recall", "lowest", "density", "KL"),
@@ -90,6 +90,8 @@ def as_json(point: Point) -> dict[str, Any]:
     return known | {
         "inside": _near(one.inside, one.answers_inside, stock.answers_inside),
         "end": _near(one.end, one.answers, stock.answers),
+        "copies": _copies(one, stock),
+        "prompts": [_each(*pair) for pair in zip(one.each, stock.each, strict=True)],
         **{"recall": one.recall, "row_p1": one.row_p1, "row_lowest": one.row_lowest, "lowest": _least(point)},
         **{"density": one.density, "seconds": one.seconds, "prefill_speedup": point.prefill_speedup},
         "attention": None if point.time is None else {**asdict(point.time), "speedup": point.time.speedup},
@@ -101,6 +103,26 @@ def _near(found: Divergence | None, answers: tuple[int, int], dense: tuple[int, 
     return {
         **{"right": answers[0], "asked": answers[1], "dense_right": dense[0]},
         **({} if found is None else found.figures),
+    }
+
+
+def _copies(one: Summary, stock: Summary) -> dict[str, Any] | None:
+    if not one.copies.asked:
+        return None
+    return {
+        **{"right": one.copies.right, "asked": one.copies.asked, "dense_right": stock.copies.right},
+        **{"nll": one.copies.nll, "dense_nll": stock.copies.nll},
+    }
+
+
+def _each(one: Outcome, stock: Outcome) -> dict[str, Any]:
+    """What intervals are made of: one prompt beside dense's."""
+    inside = one.fidelity and one.fidelity.inside
+    return {
+        **{"prompt": one.prompt, "tokens": one.tokens, "density": one.density, "seconds": one.seconds},
+        **{"dense_seconds": stock.seconds, "kl": inside and inside.kl, "nll_ratio": inside and inside.nll_ratio},
+        **{"facts": one.inside_score[0], "dense_facts": stock.inside_score[0]},
+        **{"copies": one.copies and one.copies.right, "dense_copies": stock.copies and stock.copies.right},
     }
 
 
@@ -160,15 +182,25 @@ def draw(group: Sequence[Point], path: Path) -> None:
 
 def _title(group: Sequence[Point]) -> str:
     stock = group[0].stock
-    return f"{group[0].tokens:,} tokens, {stock.answers_inside[1]} answers inside and {stock.answers[1]} at the end"
+    asked = " and ".join(f"{pair[1]} {what}" for pair, what in _scores(stock) if pair[1])
+    return f"{group[0].tokens:,} tokens, {asked or 'nothing asked'}, {stock.prompts} texts"
+
+
+def _scores(stock: Summary) -> list[tuple[tuple[int, int], str]]:
+    copies = stock.copies
+    return [
+        ((copies.right, copies.asked), "restated tokens"),
+        (stock.answers_inside, "answers inside"),
+        (stock.answers, "at the end"),
+    ]
 
 
 def _remarks(group: Sequence[Point]) -> list[str]:
     stock = group[0].stock
     times = [one.time for one in group if one.time is not None]
-    scores = f"{of(stock.answers_inside)} inside, {of(stock.answers)} at the end"
+    scores = ", ".join(f"{of(pair)} {what}" for pair, what in _scores(stock) if pair[1])
     made = [f"the model's own attention: {scores}, {_prefill(group)}", *cannot([stock])]
-    if not stock.answers_inside[1]:
+    if not (stock.answers_inside[1] or stock.copies.asked):
         made.append(TOO_SHORT)
     if times:
         span = sorted(one.dense * 1e3 for one in times)
