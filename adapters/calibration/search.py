@@ -38,8 +38,9 @@ class Target:
     """Limits that a setting must keep, all that are given.
 
     agreement: least share of rows in which dense and sparse choose the same next token. kl: most nats of
-    KL(dense || sparse) per row, on average. recall: least attention mass kept, on average. rows: where the limits
-    hold: `all`, in the rows of the whole prompt and at its end, each by itself; or `end`, at the end alone, for
+    KL(dense || sparse) per row, on average. copies: least share of the restated tokens that dense gets right, where
+    the model can copy and the prompts have such passages. recall: least attention mass kept, on average. rows: where
+    the limits hold: `all`, in the rows of the whole prompt and at its end, each by itself; or `end`, at the end alone, for
     prompts that are read once and asked about behind their last row.
 
     Raises ParameterError for a number out of range, other rows, or where there is no limit at all.
@@ -47,12 +48,13 @@ class Target:
 
     agreement: float | None = field(default=None, validator=maybe(number(0.0, 1.0)))
     kl: float | None = field(default=None, validator=maybe(number(0.0)))
+    copies: float | None = field(default=None, validator=maybe(number(0.0, 1.0)))
     recall: float | None = field(default=None, validator=maybe(number(0.0, 1.0)))
     rows: Rows = field(default="all", validator=one_of(*get_args(Rows)))
 
     def __attrs_post_init__(self) -> None:
-        if all(one is None for one in (self.agreement, self.kl, self.recall)):
-            raise ParameterError("target is empty: pass agreement, kl or recall")
+        if all(one is None for one in (self.agreement, self.kl, self.copies, self.recall)):
+            raise ParameterError("target is empty: pass agreement, kl, copies or recall")
 
     def shortfall(self, found: Sequence[Outcome]) -> float:
         """What was lost over what may be lost, of the limit that is broken most: up to 1 the target is met.
@@ -69,6 +71,8 @@ class Target:
             lost += [_over(1.0 - (each.agreement if each else 0.0), 1.0 - self.agreement) for each in near]
         if self.kl is not None:
             lost += [_over(each.kl if each else math.inf, self.kl) for each in near]
+        if self.copies is not None and one.copies.telling:
+            lost.append(_over(1.0 - one.copies.kept, 1.0 - self.copies))
         if self.recall is not None:
             kept = min(one.recall, one.last_recall) if everywhere else one.last_recall
             lost.append(_over(1.0 - kept, 1.0 - self.recall))
@@ -78,6 +82,7 @@ class Target:
         words = {
             "agreement": "agreement of at least {}",
             "kl": "KL of at most {}",
+            "copies": "copies of at least {}",
             "recall": "recall of at least {}",
         }
         given = {name: getattr(self, name) for name in words}

@@ -17,9 +17,9 @@ from .group import CommandError, Stop, check_writable
 if TYPE_CHECKING:
     from sparseprefill.registry import Registry
 
-    from ..evaluation.outcome import Outcome
+    from ..evaluation.outcome import Contender, Outcome
     from ..evaluation.prompts import Prompt, Text
-    from .setup import Source
+    from .setup import Place, Source
 
 BUILT_IN = 4096
 """Tokens of a built-in prompt unless told otherwise."""
@@ -36,6 +36,8 @@ def compare(
         int | None, typer.Option(min=128, help="Maximum tokens of a prompt; built-in prompts have exactly as many.")
     ] = None,
     count: Annotated[int, typer.Option(min=1, help="Number of prompts: built-in ones, or the first of a file.")] = 4,
+    as_is: options.AsIs = False,
+    seed: options.Seed = 0,
     tail: options.Tail = TAIL,
     recall_floor: options.Floor = None,
     held_back: Annotated[
@@ -56,9 +58,10 @@ def compare(
     threads: options.Threads = 2,
     json: options.Json = False,
 ) -> None:
-    """Compare every method with a model's own dense prefill: next tokens, attention and speed.
+    """Compare every method with a model's own dense prefill: what it can still copy, next tokens, attention and speed.
 
-    You need no tasks and no labels. Ctrl-C stops and shows what was measured so far.
+    You need no tasks and no labels: passages of each text are restated far below, and any pretrained model goes on with
+    what it has read. Ctrl-C stops and shows what was measured so far.
     """
     from ..evaluation.prompts import read
 
@@ -81,13 +84,14 @@ def compare(
         registry, names, settings or (), model, tail, recall_floor, config or (), profile or ()
     )
     place = Place.of(device, dtype.value, threads)
+    compared += _rounding(registry, place, tail) if options.DENSE not in names else []
     repeats = repeats or (1 if place.device.type == "cpu" else 3)
     sizes = Sizes(tail=held_back, greedy=greedy, rows=rows, repeats=repeats)
     found: list[Outcome] = []
     with place.threaded():
         source = Source.of(model, place, device_map)
         source.check_layers(layer, head)
-        chosen = _prompts(texts, source, tokens, count, greedy)
+        chosen = _prompts(texts, source, tokens, count, greedy, seed, as_is=as_is)
         for prompt in chosen:
             check_length(prompt, sizes)
         loaded = source.load()
@@ -100,6 +104,7 @@ def compare(
     facts: dict[str, Any] = {
         "model": model or "embedded",
         "prompts": [{"name": prompt.name, "tokens": len(prompt.ids)} for prompt in chosen],
+        "seed": seed,
         **place.facts,
         **{"tail": tail, "recall_floor": recall_floor, "left_out": left_out, "stopped": stop.heard},
     }
@@ -112,6 +117,13 @@ def compare(
         render.note(f"{name} is left out: {reason}")
     render.broken(registry)
     stop.end(len(found), readings, "readings", failed=any(one.error for one in found))
+
+
+def _rounding(registry: Registry, place: Place, tail: int) -> list[Contender]:
+    """What shows how far 16 bits alone move next tokens: every key, by another kernel than the model's own."""
+    from ..evaluation.outcome import Contender
+
+    return [Contender(options.DENSE, registry.build(options.DENSE), {}, tail)] if place.dtype.itemsize == 2 else []
 
 
 def _names(
@@ -132,9 +144,18 @@ def _names(
     return [name for name in names if name not in left_out], left_out
 
 
-def _prompts(texts: Sequence[Text] | None, source: Source, tokens: int | None, count: int, greedy: int) -> list[Prompt]:
-    from ..demo.text import text_lines
-    from ..evaluation.prompts import made, tokenized
+def _prompts(
+    texts: Sequence[Text] | None,
+    source: Source,
+    tokens: int | None,
+    count: int,
+    greedy: int,
+    seed: int,
+    *,
+    as_is: bool,
+) -> list[Prompt]:
+    from ..evaluation.prompts import tokenized
+    from ..evaluation.texts import built_in, with_copies
 
     most = source.positions
     if most is not None and greedy >= most:
@@ -143,10 +164,11 @@ def _prompts(texts: Sequence[Text] | None, source: Source, tokens: int | None, c
         found = tokenized(texts[:count], source.tokenizer, tokens)
         for prompt in found:
             source.check_greedy(f"the prompt {prompt.name} has {len(prompt.ids)} tokens", len(prompt.ids), greedy)
-        return found
+        room = None if most is None else most - greedy
+        return found if as_is else [with_copies(one, room, seed) for one in found]
     tokens = tokens or min(BUILT_IN, (most or BUILT_IN) - greedy)
     source.check_greedy(f"a built-in prompt has {tokens} tokens", tokens, greedy)
-    return made(text_lines(), source.tokenizer, tokens, count)
+    return built_in(source.tokenizer, tokens, count, seed)
 
 
 def _described(prompts: list[Prompt]) -> str:

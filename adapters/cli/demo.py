@@ -23,8 +23,15 @@ SHOWN = ("rowmax", "bfla", "streaming")
 """The methods of a first look, which takes less than a minute: one that keeps answers inside, two that lose them."""
 
 
+TOKENS = 16384
+"""Of the text, unless told otherwise, as far as the model reads them."""
+
+
 def demo(
-    tokens: Annotated[int, typer.Option(min=256, help="Tokens of the text, with a question and its answer.")] = 16384,
+    model: options.Model = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=256, help="Tokens of the text, with a question and its answer; by default 16,384.")
+    ] = None,
     method: options.Methods = None,
     full: Annotated[bool, typer.Option("--full", help="Run every method instead of three.")] = False,
     settings: options.Settings = None,
@@ -49,17 +56,20 @@ def demo(
     """Compare dense and sparse prefill on the embedded model, in less than a minute; --full runs every method.
 
     The model reads a long text with facts hidden in it, once with its own attention and once with each method, and
-    then answers questions about it. Ctrl-C stops and shows what was measured so far.
+    then answers questions about it. The embedded model was trained for that, and methods run at settings that suit it;
+    --model runs the same on a pretrained one, which copies restated passages, too. Ctrl-C stops and shows what was
+    measured so far.
     """
     from sparseprefill.registry import default_registry
 
     from ..demo.exam import asker, make_exam, prompt_of
     from ..evaluation.comparison import outcomes
     from ..evaluation.reading import Sizes
+    from ..evaluation.texts import COPIES, LENGTH, share_of, with_copies
     from . import picture as pictures
     from . import results
     from .progress import bars
-    from .setup import Place, Source
+    from .setup import EMBEDDED, Place, Source
 
     check_writable("--picture", picture, ".png")
     registry = default_registry()
@@ -69,35 +79,38 @@ def demo(
     if not (full or method):
         set_too = [options.setting(text)[0] for text in settings or ()]
         names = [*SHOWN, *(name for name in set_too if name in options.every(registry))]
-    compared = options.contenders(registry, names, settings or (), None, tail, recall_floor, config or ())
+    compared = options.contenders(registry, names, settings or (), model, tail, recall_floor, config or ())
     place = Place.of(device, dtype.value, threads)
     found: list[Outcome] = []
     with bars(len(compared) + 1) as shown, place.threaded():
-        source = Source.of(None, place)
+        source = Source.of(model, place)
         source.check_layers(layer, head)
+        tokens = tokens or min(TOKENS, source.positions or TOKENS)
         source.check_tokens(tokens)
         questions = questions or (4 if full or method else 2)
         try:
-            exam = make_exam(source.tokenizer, tokens, seed, questions)
+            room = 0 if model is None else share_of(COPIES, tokens) * LENGTH
+            exam = make_exam(source.tokenizer, tokens - room, seed, questions)
         except ValueError as error:
             raise CommandError(f"--tokens {tokens} --questions {questions}: {error}") from error
         prompt, behind = prompt_of(exam, source.tokenizer)
+        prompt = prompt if model is None else with_copies(prompt, tokens, seed)
         sizes = Sizes(tail=behind, greedy=GREEDY)
-        model = source.load()
-        ask = asker(model, source.tokenizer, exam)
+        loaded = source.load()
+        ask = asker(loaded, source.tokenizer, exam)
         with Stop() as stop:
-            for one in outcomes(model, [prompt], compared, sizes, shown, (layer, head), ask):
+            for one in outcomes(loaded, [prompt], compared, sizes, shown, (layer, head), ask):
                 found.append(one)
                 shown.finished(results.line_of(found, sizes))
     stop.check(len(found))
     pictures.draw(found, layer, head, picture)
     facts: dict[str, Any] = {
-        **{"tokens": tokens, "questions": exam.questions, "seed": seed},
+        **{"model": model or EMBEDDED, "tokens": tokens, "questions": exam.questions, "seed": seed},
         **place.facts,
         **{"tail": tail, "recall_floor": recall_floor, "stopped": stop.heard},
         "picture": {"path": str(picture), "layer": layer, "head": head},
     }
-    title = f"{tokens:,} tokens, {exam.questions} questions, seed {seed}, {place}"
+    title = f"{model or 'the embedded model'}: {tokens:,} tokens, {exam.questions} questions, seed {seed}, {place}"
     shown_files = {f"picture of layer {layer}, head {head}": picture}
     results.report(found, sizes, place, title, facts, shown_files, json=json)
     render.broken(registry)

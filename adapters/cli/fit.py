@@ -16,13 +16,15 @@ from . import options
 from .group import CommandError, check_writable
 
 if TYPE_CHECKING:
+    from ..calibration.search import Rows
     from ..evaluation.prompts import Prompt, Text
     from .setup import Source
 
 TOKENS = {"cpu": (2048, 8192), "cuda": (4096, 16384, 65536)}
 """Lengths of the built-in prompts unless told otherwise, as far as the model reads them."""
-AGREEMENT = 0.99
-"""Share of rows with dense's token that a setting must keep, unless told otherwise."""
+AGREEMENT = COPIES = 0.99
+"""Share of rows with dense's token, and of the tokens that dense copies, that a setting must keep, unless told
+otherwise."""
 LEAST = 256
 """Tokens of the shortest prompt worth fitting to."""
 
@@ -35,6 +37,12 @@ def fit(
         typer.Option(min=0.0, max=1.0, help="Lowest share of rows with dense's token; by default 0.99."),
     ] = None,
     kl: Annotated[float | None, typer.Option(min=0.0, help="Highest mean KL(dense || sparse), in nats.")] = None,
+    copies: Annotated[
+        float,
+        typer.Option(
+            min=0.0, max=1.0, help="Lowest share of the tokens that dense copies from far above; 0 for no limit."
+        ),
+    ] = COPIES,
     recall: Annotated[
         float | None, typer.Option(min=0.0, max=1.0, help="Lowest recall: share of the attention mass kept.")
     ] = None,
@@ -51,6 +59,8 @@ def fit(
         list[int] | None, typer.Option(min=256, help="Length of the texts in tokens; repeat for several.")
     ] = None,
     count: Annotated[int, typer.Option(min=1, help="Maximum number of prompts of each length.")] = 4,
+    as_is: options.AsIs = False,
+    seed: options.Seed = 0,
     tail: options.Tail = TAIL,
     recall_floor: options.Floor = None,
     minutes: Annotated[float, typer.Option(min=0.01, help="Time for the search.")] = 20.0,
@@ -88,7 +98,8 @@ def fit(
 
     check_writable("--output", output)
     default = AGREEMENT if (agreement, kl, recall) == (None, None, None) else agreement
-    target = Target(agreement=default, kl=kl, recall=recall, rows="end" if end else "all")
+    rows: Rows = "end" if end else "all"
+    target = Target(agreement=default, kl=kl, copies=None if end else copies or None, recall=recall, rows=rows)
     methods = options.chosen(default_registry(), method)
     values = options.tried([one.name for one in methods], settings or (), tried or ())
     fixed = fixed_parameters(methods, settings or (), model, recall_floor, values)
@@ -99,7 +110,7 @@ def fit(
     with bars(1) as shown, place.threaded():
         source = Source.of(model, place, device_map)
         sizes = evolve(SIZES, repeats=1 if place.device.type == "cpu" or cost == "density" else 3)
-        groups = _prompts(prompts, texts, source, tokens or (), count, sizes.greedy)
+        groups = _prompts(prompts, texts, source, tokens or (), count, sizes.greedy, seed, as_is=as_is)
         for one in (one for own in groups.values() for one in own):
             check_length(one, sizes)
         loaded = source.load()
@@ -108,7 +119,14 @@ def fit(
         methods, left_out = with_tables(methods, fixed, loaded, identity, first, shown)
         names, every = [one.name for one in methods], candidates(methods, fixed, values)
         how = {
-            **{"tail": tail, "recall_floor": recall_floor, "left_out": left_out, "minutes": minutes, "by": cost},
+            **{
+                "seed": seed,
+                "tail": tail,
+                "recall_floor": recall_floor,
+                "left_out": left_out,
+                "minutes": minutes,
+                "by": cost,
+            },
             **{"settings": len(every), "target": str(target), "device": str(place.device), "dtype": place.dtype_name},
         }
         run = Run(target=target, by=cost, methods=names, identity=identity, output=output, place=place, how=how)
@@ -123,28 +141,37 @@ def fit(
 
 
 def _prompts(
-    path: Path | None, texts: Sequence[Text] | None, source: Source, tokens: Sequence[int], count: int, greedy: int
+    path: Path | None,
+    texts: Sequence[Text] | None,
+    source: Source,
+    tokens: Sequence[int],
+    count: int,
+    greedy: int,
+    seed: int,
+    *,
+    as_is: bool,
 ) -> dict[int, list[Prompt]]:
     """The prompts by length in tokens, ascending; CommandError or ParameterError for what does not fit."""
-    from ..demo.text import text_lines
-    from ..evaluation.prompts import made, tokenized
+    from ..evaluation.prompts import tokenized
+    from ..evaluation.texts import built_in, with_copies
 
     most, tokenizer = source.positions, source.tokenizer
+    room = None if most is None else most - greedy
     lengths = sorted(set(tokens))
     if lengths:
         source.check_greedy(f"--tokens {lengths[-1]}: prompts have so many tokens", lengths[-1], greedy)
     if texts is None:
         usual = TOKENS["cpu" if source.place.device.type == "cpu" else "cuda"]
-        room = usual[-1] if most is None else most - greedy
-        lengths = lengths or [one for one in usual if one <= room] or [room]
-        lines = text_lines()
-        return {length: made(lines, tokenizer, length, count) for length in lengths}
+        lengths = lengths or [one for one in usual if room is None or one <= room] or [room or usual[0]]
+        return {length: built_in(tokenizer, length, count, seed) for length in lengths}
     if lengths:
-        return {length: _of_length(tokenized(texts, tokenizer, length), length, path)[:count] for length in lengths}
-    found = tokenized(texts, tokenizer)
-    for one in found:
-        source.check_greedy(f"the prompt {one.name} has {len(one.ids)} tokens", len(one.ids), greedy)
-    return _grouped(found, count)
+        groups = {length: _of_length(tokenized(texts, tokenizer, length), length, path)[:count] for length in lengths}
+    else:
+        found = tokenized(texts, tokenizer)
+        for one in found:
+            source.check_greedy(f"the prompt {one.name} has {len(one.ids)} tokens", len(one.ids), greedy)
+        groups = _grouped(found, count)
+    return groups if as_is else {key: [with_copies(one, room, seed) for one in own] for key, own in groups.items()}
 
 
 def _of_length(found: list[Prompt], length: int, path: Path | None) -> list[Prompt]:

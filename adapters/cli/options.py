@@ -99,6 +99,9 @@ Prompts = Annotated[
     Path | None,
     typer.Option(help="A text file, JSONL with `prompt` or `messages`, or a folder; by default built-in texts."),
 ]
+AsIs = Annotated[
+    bool, typer.Option("--as-is", help="Leave the prompts of --prompts as they are: restate no passages in them.")
+]
 Methods = Annotated[list[str] | None, typer.Option(help="Only this method; repeat for several.")]
 Settings = Annotated[
     list[str] | None,

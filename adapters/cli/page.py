@@ -22,6 +22,7 @@ from sparseprefill import __version__
 from ..evaluation.outcome import Layer, Outcome, Summary, summaries
 from ..evaluation.reading import Sizes
 from .group import write as write_file
+from .options import DENSE
 from .picture import INK, SHADES, Panel, sheet
 from .results import small, table_of
 
@@ -67,13 +68,19 @@ def verdict(rows: Sequence[Summary]) -> str:
     The first row is the stock model's; methods that failed on a prompt are left out.
     """
     stock, *others = rows
-    whole = [(one.inside, one) for one in others if one.inside is not None and one.prompts == stock.prompts]
+    whole = [
+        (one.inside, one)
+        for one in others
+        if one.inside is not None and one.prompts == stock.prompts and one.contender.name != DENSE
+    ]
     if not whole:
         return "No method came through every prompt."
     near, best = min(whole, key=lambda found: found[0].kl)
     times = best.speed_up(stock)
     faster = "" if times is None else f", prefill {times:.2f} times as fast"
     same = f"KL {small(near.kl)}, {near.agreement:.1%} of tokens the same"
+    if best.copies.telling:
+        same = f"{best.copies.right:,} of the {best.copies.dense:,} tokens that dense copies, {same}"
     return f"{best.contender.label} changes next tokens least: {same}{faster}."
 
 

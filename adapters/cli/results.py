@@ -10,17 +10,20 @@ from attrs import asdict, evolve
 
 from sparseprefill import __version__
 
-from ..evaluation.outcome import Outcome, Summary, summaries
+from ..evaluation.outcome import Contender, Outcome, Summary, summaries
 from ..evaluation.reading import APART, Sizes
 from . import render
+from .catalog import worded
+from .options import DENSE
 from .render import Column, Item, Table
 
 if TYPE_CHECKING:
     from .setup import Place
 
 NOTES = (
-    "KL, 99 %, same: KL(dense || sparse) of the next token in nats, its mean and 99th percentile, and the share of "
-    "rows where both choose the same token, over {inside} rows spread over the whole prompt but its last {apart}. end "
+    "KL, 99 %, NLL, same: KL(dense || sparse) of the next token in nats, its mean and 99th percentile, the text's own "
+    "negative log-likelihood over dense's, and the share of rows where both choose the same token, over all rows of "
+    "the prompt but its last {apart}. end "
     "KL: the mean over the prompt's last {last} rows, the {tail} tokens that follow and {greedy} tokens of dense "
     "attention's own continuation. recall: share of the attention mass kept, mean over layers, heads and {rows} rows; "
     "rows: 1st percentile of these rows; lowest: lowest mean of a head, over these or the last rows. density: pairs "
@@ -29,6 +32,11 @@ NOTES = (
 )
 DROP = ("extra", "prefill", "same", "end KL", "rows", "lowest", "NLL", "recall", "99 %", "density", "KL")
 """Columns that a narrow terminal leaves out, in this order."""
+COPIED = (
+    "copies: tokens of passages that are restated far below, on which the likeliest token is right. facts count as "
+    "answers inside. "
+)
+ROUNDING = "dense: every key, by this library's kernel instead of the model's: what 16 bits alone change. "
 ANSWERS = (
     "inside: answers inside the prompt, which rows before its last {apart} must find / dense's. end: values right / "
     "asked behind the prompt, where the dense tail helps; dense attention decodes greedily."
@@ -47,7 +55,7 @@ MEASURED: Mapping[str, Callable[[Summary], str]] = {
     "end": lambda one: right_of(one.answers),
     "KL": lambda one: "" if one.inside is None else small(one.inside.kl),
     "99 %": lambda one: "" if one.inside is None else small(one.inside.high),
-    "NLL": lambda one: "" if one.inside is None or one.inside.nll_ratio != one.inside.nll_ratio else f"{one.inside.nll_ratio:.3f}",
+    "NLL": lambda one: ratio(one.inside.nll_ratio) if one.inside is not None else "",
     "same": lambda one: "" if one.inside is None else f"{one.inside.agreement:.1%}",
     "end KL": lambda one: "" if one.end is None else small(one.end.kl),
     "recall": lambda one: f"{one.recall:.1%}",
@@ -63,6 +71,11 @@ def measured(summary: Callable[[Item], Summary], without: Sequence[str] = ()) ->
     """The columns of `MEASURED` but some, for items that have a summary."""
     heads = [head for head in MEASURED if head not in without]
     return [Column(head, lambda item, cell=MEASURED[head]: cell(summary(item))) for head in heads]  # type: ignore[misc]
+
+
+def ratio(value: float) -> str:
+    """A ratio; nothing where it is not known."""
+    return "" if value != value else f"{value:.3f}"
 
 
 def right_of(answers: tuple[int, int]) -> str:
@@ -124,21 +137,37 @@ def table_of(rows: Sequence[Summary], sizes: Sizes, title: str = "") -> Table:
 
     columns: list[Column[Summary]] = [
         Column("method", lambda one: one.contender.label),
+        Column("setting", lambda one: _changed(one.contender), words=True),
         *measured(lambda one: one),
         Column("speed-up", times),
         Column("extra", lambda one: "" if one.extra_bytes is None else f"{one.extra_bytes / 2**20:,.0f} MiB"),
     ]
-    notes = (f"{ANSWERS} {NOTES}" if rows[0].answers[1] else NOTES).format(**asdict(sizes), apart=APART)
+    stock = rows[0]
+    parts = [COPIED] if stock.copies.asked else []
+    parts += [f"{ANSWERS} "] if stock.answers[1] else []
+    parts += [ROUNDING] if any(one.contender.name == DENSE for one in rows[1:]) else []
+    notes = "".join([*parts, NOTES]).format(**asdict(sizes), apart=APART)
     remarks = [*_failures(rows), *cannot(rows)]
     read = [one for one in rows if one.prompts]
     return Table.of(columns, read, title=title, drop=DROP, remarks=remarks, notes=notes)
 
 
+def _changed(contender: Contender) -> str:
+    """The parameters that are not the method's defaults; of a file its name alone."""
+    files = {name: Path(value).name for name, value in contender.parameters.items() if isinstance(value, str)}
+    return worded({**contender.parameters, **files}, "")
+
+
 def cannot(rows: Sequence[Summary]) -> list[str]:
     """What the model itself cannot do, so that the methods' answers say nothing."""
-    stock = rows[0]
+    stock, made = rows[0], []
+    if stock.copies.asked and not stock.copies.telling:
+        made.append(
+            f"the model cannot copy: its own attention goes on rightly with {stock.copies.right} of "
+            f"{stock.copies.asked} restated tokens, so what methods keep of them says little"
+        )
     scores = (("inside the prompt", stock.answers_inside), ("behind the prompt", stock.answers))
-    return [
+    return made + [
         f"the model cannot do the task: its own attention gives none of {asked} answers {where}, so those of methods "
         "compare nothing. Take a model that answers such questions, or shorter texts (--tokens)"
         for where, (right, asked) in scores
@@ -203,6 +232,7 @@ def _facts(outcome: Outcome) -> dict[str, Any]:
         "seconds": outcome.seconds,
         "extra_bytes": outcome.extra_bytes,
         "density": outcome.density,
+        "copies": outcome.copies and outcome.copies.figures,
         "inside": _families(outcome.inside),
         "families": _families(outcome.answers),
         "layers": [

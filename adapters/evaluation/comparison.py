@@ -166,7 +166,7 @@ class Comparison:
             report = handle.report()
             answers = {} if self.ask is None else self.ask(cache, progress)
         progress("fidelity", 0, 1)
-        answered, again = right_inside(self.prompt, rows), copied(self.prompt, rows)
+        answered, again = right_inside(self.prompt, rows), copied(self.prompt, rows, self.stock.copies)
         fidelity = self._fidelity(rows, cache, tail)
         del cache, rows
         with attached():

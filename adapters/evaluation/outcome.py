@@ -8,7 +8,7 @@ from statistics import fmean, median
 from typing import Any, Protocol
 
 import torch
-from attrs import field, frozen
+from attrs import field, fields, frozen
 from torch import Tensor
 
 from sparseprefill.mask.mask import SparseMask
@@ -136,16 +136,34 @@ def pooled(parts: Sequence[Divergence]) -> Divergence:
 class Copies:
     """Tokens of passages of a text that stand far above it, too, read where they are restated.
 
-    right: tokens that are the likeliest. asked: all. surprise: their negative log-likelihood, summed, in nats.
+    right: tokens that are the likeliest. asked: all. surprise: their negative log-likelihood, summed, in nats. dense:
+    those that the model's own attention gets right.
     """
 
     right: int = 0
     asked: int = 0
     surprise: float = 0.0
+    dense: int = 0
 
     def __add__(self, other: Copies) -> Copies:
         """Both together."""
-        return Copies(self.right + other.right, self.asked + other.asked, self.surprise + other.surprise)
+        sums = (getattr(self, one.name) + getattr(other, one.name) for one in fields(Copies))
+        return Copies(*sums)
+
+    @property
+    def telling(self) -> bool:
+        """Whether the model itself copies half of them, so that what a method loses of them says something."""
+        return 0 < self.asked <= 2 * self.dense
+
+    @property
+    def figures(self) -> dict[str, float | int]:
+        """All of it, as plain data."""
+        return {"right": self.right, "asked": self.asked, "dense_right": self.dense, "nll": self.nll}
+
+    @property
+    def kept(self) -> float:
+        """Right ones over dense's; NaN where dense has none."""
+        return self.right / self.dense if self.dense else math.nan
 
     @property
     def nll(self) -> float:
@@ -298,8 +316,8 @@ class Summary:
 
     @property
     def places(self) -> dict[str, dict[str, Any]]:
-        """Distributions and answers inside the prompts and at their ends, as plain data, as far as there are any."""
-        made = {}
+        """Copies, and distributions and answers inside the prompts and at their ends, as plain data, where there are."""
+        made: dict[str, dict[str, Any]] = {} if not self.copies.asked else {"copies": self.copies.figures}
         for name, found, (right, asked) in (
             ("inside", self.inside, self.answers_inside),
             ("end", self.end, self.answers),

@@ -1,4 +1,4 @@
-"""Prompts to compare on: from files, or made of text that is at hand."""
+"""Prompts to compare on, from files; `texts` has those that are made of text at hand."""
 
 from __future__ import annotations
 
@@ -80,25 +80,6 @@ def tokenized(texts: Iterable[Text], tokenizer: Any, tokens: int | None = None) 
     for messages where the tokenizer has no chat template, or one that refuses them.
     """
     return [Prompt(one.name, tuple(_cut(_ids_of(one, tokenizer), tokens, middle=one.line))) for one in texts]
-
-
-def made(texts: Sequence[str], tokenizer: Any, tokens: int, count: int) -> list[Prompt]:
-    """`count` prompts of exactly `tokens` tokens each, out of lines of text, each from another place.
-
-    Raises ParameterError where the text has fewer tokens.
-    """
-    found = []
-    for index in range(count):
-        first = len(texts) * index // count
-        ids: list[int] = []
-        for line in (*texts[first:], *texts[:first]):
-            ids += _ids(tokenizer, line + "\n", start=not ids)
-            if len(ids) >= tokens:
-                break
-        if len(ids) < tokens:
-            raise ParameterError(f"tokens is {tokens}: the built-in text has {len(ids)}; pass that or less")
-        found.append(Prompt(f"built-in {index + 1}", tuple(ids[:tokens])))
-    return found
 
 
 def spans_of(

@@ -47,15 +47,19 @@ def right_inside(prompt: Prompt, rows: Rows) -> Answers:
     return found
 
 
-def copied(prompt: Prompt, rows: Rows) -> Copies | None:
-    """What a prefill says of the tokens of the prompt's restated passages; None where it has none."""
+def copied(prompt: Prompt, rows: Rows, dense: Copies | None = None) -> Copies | None:
+    """What a prefill says of the tokens of the prompt's restated passages; None where it has none.
+
+    dense: the same of the model's own attention; None where this is it.
+    """
     spans = [one for one in prompt.copies if one.last <= len(rows)]
     if not spans:
         return None
     asked, tokens = _asked(prompt, spans)
     logits = rows[asked]
-    same = logits.argmax(-1).cpu() == tokens
-    return Copies(int(same.sum()), len(tokens), float(surprises(logits, tokens).sum()))
+    right = int((logits.argmax(-1).cpu() == tokens).sum())
+    surprise = float(surprises(logits, tokens).sum())
+    return Copies(right, len(tokens), surprise, right if dense is None else dense.right)
 
 
 def _asked(prompt: Prompt, spans: list[Span]) -> tuple[Tensor, Tensor]:

@@ -71,33 +71,17 @@ def built_in(tokenizer: Any, tokens: int, count: int, seed: int = 0, kinds: Sequ
     return found
 
 
-def cut_of(text: str, tokenizer: Any, tokens: int, count: int, seed: int = 0) -> list[Prompt]:
-    """`count` prompts of `tokens` tokens each out of one text, from places spread over it, with what is restated in
-    them. Raises ParameterError where the text has fewer tokens."""
-    lines, ids = text.splitlines(keepends=True), list(tokenizer(text)["input_ids"])
-    if len(ids) < tokens:
-        raise ParameterError(f"tokens is {tokens}: the text has {len(ids)}; pass that or less")
-    found = []
-    for index in range(count):
-        # A text that has no room for a prompt behind this place gives its last tokens.
-        first = len(lines) * index // count
-        own = list(tokenizer("".join(lines[first:]))["input_ids"])[:tokens]
-        own = own if len(own) == tokens else ids[-tokens:]
-        found.append(_prompt(f"text {index + 1}", own, random.Random(f"text/{seed}/{index}"), tokenizer))
-    return found
+def with_copies(prompt: Prompt, most: int | None = None, seed: int = 0) -> Prompt:
+    """A prompt in which passages of its own are restated; as it is where it is too short for that.
 
-
-def with_copies(prompt: Prompt, seed: int = 0) -> Prompt:
-    """A prompt of as many tokens in which passages of its own are restated; as it is where it is too short for that.
-
-    The text loses so many of its tokens, just in front of its last `END`, where a question may stand.
+    most: tokens that it may have then; its text loses what is over just in front of its last `END`, where a question
+    may stand.
     """
-    rng = random.Random(f"copies/{prompt.name}/{seed}")
-    return _restated(prompt, [], rng)
+    return _restated(prompt, [], random.Random(f"copies/{prompt.name}/{seed}"), most)
 
 
 def _prompt(name: str, ids: Sequence[int], rng: random.Random, tokenizer: Any) -> Prompt:
-    return _restated(Prompt(name, tuple(ids)), _facts(rng, tokenizer, len(ids)), rng)
+    return _restated(Prompt(name, tuple(ids)), _facts(rng, tokenizer, len(ids)), rng, len(ids))
 
 
 def share_of(most: int, tokens: int) -> int:
@@ -135,54 +119,66 @@ def _plain(tokenizer: Any) -> Any:
     return read
 
 
-def _restated(prompt: Prompt, facts: Sequence[_Fact], rng: random.Random) -> Prompt:
+def _restated(prompt: Prompt, facts: Sequence[_Fact], rng: random.Random, most: int | None) -> Prompt:
     """The prompt with facts, which stand in it twice, and with passages of its own again, each far below the first."""
     whole = len(prompt.ids)
     passages = share_of(COPIES, whole)
     added = passages * LENGTH + 2 * sum(len(one.ids) for one in facts)
-    if not passages or whole - added < FAR + 2 * END:
+    cut = whole - END - (0 if most is None else max(0, whole + added - most))
+    if not passages or cut - FAR - LENGTH < (passages + 1) * LENGTH:
         return prompt
-    cut = whole - added - END
     ids = [*prompt.ids[:cut], *prompt.ids[whole - END :]]
-    sources = sorted(_apart(rng, passages, cut - FAR - LENGTH))
-    inserted: list[tuple[int, Sequence[int], tuple[str, int, int] | None]] = []
-    for first in sources:
-        again = rng.randrange(first + LENGTH + FAR, cut + 1)
-        inserted.append((again, ids[first : first + LENGTH], ("copies", CUE, LENGTH)))
+    sources = [(first, first + LENGTH) for first in _apart(rng, passages, cut - FAR - LENGTH)]
+    given = [one for one in prompt.inside if one.last <= cut]
+    whole_ones = sorted([*sources, *((one.first, one.last) for one in given)])
+
+    def place(least: int, before: int = cut) -> int:
+        """Where something is put in: behind so many tokens, outside of what must stay whole."""
+        at = rng.randrange(least, before)
+        for first, last in whole_ones:  # ascending, so that what is moved behind one is tried on the next
+            at = last if first < at < last else at
+        return at
+
+    put: list[_Put] = []
+    for first, last in sources:
+        put.append(_Put(place(last + FAR), ids[first:last], Span("copies", CUE, LENGTH)))
     for fact in facts:
-        first = rng.randrange(1, cut - FAR)
-        again = rng.randrange(first + FAR, cut + 1)
-        inserted += [
-            (first, fact.ids, None),
-            (again, fact.ids, (fact.value.family, fact.value.first, fact.value.last)),
-        ]
-    # What would fall into a passage stands behind it, so that a passage stays whole.
-    moved = [(_outside(at, sources), new, span) for at, new, span in inserted]
+        first = place(1, cut - FAR - 2 * LENGTH)
+        put += [_Put(first, fact.ids), _Put(place(first + FAR), fact.ids, fact.value)]
+    put.sort(key=lambda one: one.at)
     made: list[int] = []
     spans: list[Span] = []
     done = 0
-    for at, new, span in sorted(moved, key=lambda one: one[0]):
-        made += ids[done:at]
-        done = at
-        if span is not None:
-            spans.append(Span(span[0], len(made) + span[1], len(made) + span[2]))
-        made += new
+    for one in put:
+        made += ids[done : one.at]
+        done = one.at
+        if one.span is not None:
+            spans.append(_moved(one.span, len(made)))
+        made += one.ids
     made += ids[done:]
-    found = {kind: tuple(one for one in spans if (one.family == "copies") == kind) for kind in (True, False)}
-    return Prompt(prompt.name, tuple(made), (*prompt.inside, *found[False]), found[True])
+    inside = [_moved(one, sum(len(each.ids) for each in put if each.at <= one.first)) for one in given]
+    inside += [one for one in spans if one.family != "copies"]
+    copies = tuple(one for one in spans if one.family == "copies")
+    return Prompt(prompt.name, tuple(made), tuple(inside), copies)
+
+
+@frozen
+class _Put:
+    """Tokens to put in front of a token of the text, and which of them are an answer."""
+
+    at: int
+    ids: Sequence[int]
+    span: Span | None = None
+
+
+def _moved(span: Span, by: int) -> Span:
+    return Span(span.family, span.first + by, span.last + by)
 
 
 def _apart(rng: random.Random, count: int, room: int) -> list[int]:
     """Places from 1 on of passages that do not overlap, within some room."""
     spare = sorted(rng.randrange(max(1, room - count * LENGTH)) for _ in range(count))
     return [1 + place + index * LENGTH for index, place in enumerate(spare)]
-
-
-def _outside(at: int, sources: Sequence[int]) -> int:
-    for first in sources:
-        if first < at < first + LENGTH:
-            return first + LENGTH
-    return at
 
 
 def _natural(kind: str, rng: random.Random, tokenizer: Any, tokens: int) -> list[int]:

@@ -15,7 +15,6 @@ import pytest
 import torch
 from attrs import evolve
 from sparseprefill.adapters.demo.model import load_tokenizer
-from sparseprefill.adapters.demo.text import text_lines
 from sparseprefill.adapters.evaluation.comparison import Comparison, outcomes
 from sparseprefill.adapters.evaluation.outcome import (
     Contender,
@@ -29,8 +28,8 @@ from sparseprefill.adapters.evaluation.outcome import (
     pooled,
     summaries,
 )
-from sparseprefill.adapters.evaluation.prompts import Prompt, made, read, tokenized
-from sparseprefill.adapters.evaluation.reading import APART, Reader, Sizes
+from sparseprefill.adapters.evaluation.prompts import Prompt, read, tokenized
+from sparseprefill.adapters.evaluation.reading import APART, Reader, Rows, Sizes
 from sparseprefill.adapters.huggingface import attach
 from transformers import (
     AutoModelForCausalLM,
@@ -55,7 +54,7 @@ SMALL: dict[str, Any] = {
     "initializer_range": 0.4,
     "pad_token_id": 0,
 }
-SIZES = Sizes(inside=40, last=5, tail=6, greedy=7, rows=9)
+SIZES = Sizes(last=5, tail=6, greedy=7, rows=9)
 
 
 def load(path: Path, tokenizer: Any, tokens: int | None = None) -> list[Prompt]:
@@ -146,7 +145,7 @@ def test_a_full_mask_changes_nothing(config: Any) -> None:
     assert found.fidelity is not None
     every, inside = found.fidelity.end, found.fidelity.inside
     assert (every.rows, every.agreement, found.fidelity.parted) == (5 + 5 + 7, 1.0, None)
-    assert (inside.rows, inside.agreement) == (40, 1.0)
+    assert (inside.rows, inside.agreement) == (144, 1.0)
     assert max(every.worst, inside.worst) < 1e-6  # float32 log-probabilities
     assert found.fidelity.tail.perplexity_ratio == pytest.approx(1.0, abs=1e-4)
     assert found.density == 1.0
@@ -171,9 +170,9 @@ def test_figures_are_those_of_the_model_run_by_hand(model: LlamaForCausalLM) -> 
     q = torch.cat([first.logits[0].double(), behind]).log_softmax(-1)
     kl = (p.exp() * (p - q)).sum(-1)
     assert found.fidelity is not None
-    rows = torch.linspace(0, end - APART - 1, SIZES.inside, dtype=torch.float64).round().long()
+    rows = torch.arange(end - APART)
     inside = found.fidelity.inside
-    assert inside.rows == SIZES.inside
+    assert inside.rows == end - APART
     assert inside.kl == pytest.approx(float(kl[rows].mean()), rel=1e-3, abs=1e-6)
     assert inside.high == pytest.approx(float(kl[rows].quantile(0.99)), rel=1e-3, abs=1e-6)
     surprises = -q[rows].gather(1, ids[0, rows + 1, None]).mean(), -p[rows].gather(1, ids[0, rows + 1, None]).mean()
@@ -236,13 +235,13 @@ def test_nothing_of_a_run_stays(model: LlamaForCausalLM) -> None:
     seen: list[weakref.ref[Any]] = []
 
     class Spy(Reader):
-        def prefill(self, ids: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, Any]:
-            logits, cache = super().prefill(ids, rows)
-            assert logits.shape[0] == rows.numel() == SIZES.inside + SIZES.last
+        def prefill(self, ids: torch.Tensor, cache: Any = None) -> tuple[Rows, Any]:
+            rows, cache = super().prefill(ids, cache)
+            assert rows.hidden.shape == (150 - SIZES.tail, SMALL["hidden_size"])
             gc.collect()
             assert not [ref for ref in seen if ref() is not None], "an earlier cache is still alive"
             seen.append(weakref.ref(cache))
-            return logits, cache
+            return rows, cache
 
     one = Comparison.of(model, prompt_of(150), SIZES)
     spied = evolve(one, reader=Spy(model))
@@ -282,7 +281,7 @@ def test_a_short_prompt_is_refused(model: LlamaForCausalLM) -> None:
 
 
 def test_sizes_are_checked() -> None:
-    for wrong in ({"tail": 1}, {"last": 0}, {"greedy": 0}, {"rows": 0}, {"repeats": 0}, {"inside": 0}):
+    for wrong in ({"tail": 1}, {"last": 0}, {"greedy": 0}, {"rows": 0}, {"repeats": 0}):
         with pytest.raises(sp.ParameterError, match=next(iter(wrong))):
             Sizes(**wrong)
 
@@ -418,12 +417,3 @@ def test_no_such_prompts(tmp_path: Path) -> None:
         load(tmp_path / "gone", load_tokenizer())
     with pytest.raises(sp.ParameterError, match="holds no file that ends in"):
         load(tmp_path, load_tokenizer())
-
-
-def test_built_in_prompts_have_just_so_many_tokens() -> None:
-    found = made(text_lines(), load_tokenizer(), 300, 3)
-    assert [len(prompt.ids) for prompt in found] == [300] * 3
-    assert len({prompt.ids for prompt in found}) == 3
-    assert made(text_lines(), load_tokenizer(), 300, 3) == found
-    with pytest.raises(sp.ParameterError, match="the built-in text has"):
-        made(["one line"], load_tokenizer(), 300, 1)

@@ -194,7 +194,7 @@ def test_a_target_holds_inside_the_prompt_unless_it_is_for_the_end_alone() -> No
 @pytest.mark.parametrize(
     ("limits", "words"),
     [
-        ({}, "target is empty: pass agreement, kl or recall"),
+        ({}, "target is empty: pass agreement, kl, copies or recall"),
         ({"agreement": 1.5}, "agreement is 1.5: pass a number from 0 to 1"),
         ({"kl": -1}, "kl is -1: pass a number from 0"),
         ({"kl": math.nan}, "kl is nan"),
@@ -245,7 +245,7 @@ def test_the_profile_of_a_model_of_the_users_own_serves_attach(folder: Path) -> 
     result = run("--model", str(folder), "--prompts", "mine.jsonl", *SMALL, *chosen, "--json")
     assert result.exit_code == 0, result.output
     facts = json.loads(result.stdout)
-    assert "KL of at most 0.5" == facts["target"]
+    assert "KL of at most 0.5 and copies of at least 0.99" == facts["target"]
     assert [400, 800] == [one["tokens"] for one in facts["searches"]]
     profile = Profile.load("model.profile.json")
     assert ("streaming", "vertical-slash") == profile.methods
@@ -282,10 +282,10 @@ def test_nothing_within_reach_gives_a_profile_that_runs_dense(folder: Path, monk
     result = run("--model", str(folder), "--tokens", "300", "--count", "1", *SMALL, "--kl", "0", "-o", "none.json")
     assert result.exit_code == 0, result.output
     said = " ".join(result.stdout.split())
-    assert "KL 99 % same recall rows density prefill" in said
+    assert "KL 99 % NLL same recall rows density prefill" in said
     # With every key computed, the sparse way through a CPU is dense attention to the bit: nothing is gained by it.
     reason = "the settings that reach it cost no less than dense; calls of this length run dense; the nearest was"
-    assert f"300 tokens: KL of at most 0: {reason}" in said
+    assert f"300 tokens: KL of at most 0 and copies of at least 0.99: {reason}" in said
     assert Profile.load("none.json").ranges[0].method is None
     model = AutoModelForCausalLM.from_pretrained(folder)
     ids = torch.arange(300)[None]

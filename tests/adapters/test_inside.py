@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,9 @@ from sparseprefill.adapters.demo.exam import Exam, asker, make_exam, prompt_of
 from sparseprefill.adapters.demo.inside import FAMILIES, MOST, WINDOW
 from sparseprefill.adapters.demo.model import load_model, load_tokenizer
 from sparseprefill.adapters.evaluation.comparison import Comparison
-from sparseprefill.adapters.evaluation.outcome import Contender, Outcome
+from sparseprefill.adapters.evaluation.outcome import Contender, Copies, Outcome
 from sparseprefill.adapters.evaluation.prompts import Prompt, Span, spans_of
-from sparseprefill.adapters.evaluation.reading import APART, Kept, Sizes, right_inside
+from sparseprefill.adapters.evaluation.reading import APART, Sizes, copied, inside, right_inside
 
 import sparseprefill as sp
 from helpers.examples import few_of
@@ -113,29 +114,45 @@ def test_a_token_that_holds_an_answer_and_more_is_refused() -> None:
         spans_of("a is 12.", [("f", 5, 7)], object())
 
 
-def test_rows_are_spread_before_the_last_ones_and_answers_are_read_a_row_earlier() -> None:
-    prompt = Prompt("p", tuple(range(1000)), (Span("a", 5, 7), Span("b", 998, 999)))
-    kept = Kept.of(prompt, 900, Sizes(inside=50, last=3))
-    assert (int(kept.inside[0]), int(kept.inside[-1]), len(kept.inside)) == (0, 900 - APART - 1, 50)
-    assert kept.answers.tolist() == [4, 5], "the span behind the prefill is none of it"
-    assert kept.last.tolist() == [897, 898, 899]
-    parts = kept.split(kept.index[:, None].float())
-    assert [part[:, 0].tolist() for part in parts] == [x.tolist() for x in (kept.inside, kept.answers, kept.last)]
-    few = Kept.of(prompt, 100, Sizes(inside=2048, last=3))
-    assert few.inside.tolist() == list(range(100))
+class Given:
+    """Rows of a prefill whose logits are known."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self.logits = logits
+
+    def __len__(self) -> int:
+        return len(self.logits)
+
+    def __getitem__(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.logits[rows]
+
+
+def test_rows_inside_are_all_but_those_that_the_tail_serves() -> None:
+    assert inside(900) == 900 - APART
+    assert inside(100) == 100, "a prompt that has no more is all inside"
 
 
 def test_an_answer_counts_if_each_of_its_tokens_is_the_likeliest() -> None:
     prompt = Prompt("p", (1, 2, 3, 4, 5, 6), (Span("a", 1, 3), Span("a", 4, 5), Span("b", 5, 6)))
-    logits = torch.eye(8)[[2, 0, 5, 6]]
-    assert right_inside(prompt, 6, logits) == {"a": (1, 2), "b": (1, 1)}
-    assert right_inside(prompt, 5, logits[:3]) == {"a": (1, 2)}
-    assert right_inside(Prompt("p", (1, 2)), 2, logits[:0]) == {}
+    logits = torch.eye(8)[[2, 0, 0, 5, 6, 0]]  # the row before a token says it
+    assert right_inside(prompt, Given(logits)) == {"a": (1, 2), "b": (1, 1)}  # type: ignore[arg-type]
+    assert right_inside(prompt, Given(logits[:5])) == {"a": (1, 2)}  # type: ignore[arg-type]
+    assert right_inside(Prompt("p", (1, 2)), Given(logits[:2])) == {}  # type: ignore[arg-type]
+
+
+def test_each_restated_token_counts_beside_dense_s() -> None:
+    prompt = Prompt("p", (1, 2, 3, 4, 5, 6), copies=(Span("copies", 1, 3), Span("copies", 4, 6)))
+    logits = torch.eye(8)[[2, 0, 0, 5, 6, 0]].log()
+    dense = copied(prompt, Given(logits))  # type: ignore[arg-type]
+    assert dense == Copies(3, 4, math.inf, 3)
+    assert copied(prompt, Given(logits[:3]), dense) == Copies(1, 2, math.inf, 3)  # type: ignore[arg-type]
+    assert copied(Prompt("p", (1, 2)), Given(logits)) is None  # type: ignore[arg-type]
+    assert (dense.telling, Copies(1, 4, 0.0, 1).telling, Copies().telling) == (True, False, False)
 
 
 def outcomes_of(model: Any, tokenizer: Any, tokens: int, *contenders: Contender) -> list[Outcome]:
     exam, (prompt, behind) = (one := make_exam(tokenizer, tokens, 7, 1)), prompt_of(one, tokenizer)
-    sizes = Sizes(tail=behind, greedy=1, last=1, rows=4, inside=512)
+    sizes = Sizes(tail=behind, greedy=1, last=1, rows=4)
     comparison = Comparison.of(model, prompt, sizes, ask=asker(model, tokenizer, exam))
     return [comparison.stock, *map(comparison.run, contenders)]
 
@@ -158,7 +175,7 @@ def test_a_window_finds_a_fifth_at_most_and_the_tail_does_not_help(tokenizer: An
     assert tail.score[0] >= 0.8 * stock.score[0], "the end says nothing of it"
     assert tail.fidelity is not None
     assert tail.fidelity.inside.kl > 10 * tail.fidelity.end.kl
-    assert tail.fidelity.inside.rows == 512
+    assert tail.fidelity.inside.rows == inside(tail.tokens)
 
 
 def test_what_runs_dense_loses_nothing_inside(tokenizer: Any) -> None:

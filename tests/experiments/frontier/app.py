@@ -174,7 +174,9 @@ def frontier(
         render.note(f"{name} is left out: {reason}")
     for one in methods:
         if best is not None and one.search and one.name not in best:
-            lack = f"has a KL of at most {max(kl)}" if kl else "keeps 98 % of dense's answers inside the texts and behind"
+            lack = (
+                f"has a KL of at most {max(kl)}" if kl else "keeps 98 % of dense's answers inside the texts and behind"
+            )
             render.note(f"{one.name} runs only at its defaults: no setting of it in {chosen_by} {lack}")
     render.broken(registry)
     every = len(lengths) * len(candidates)

@@ -8,8 +8,8 @@ from typing import Any
 from attrs import evolve, frozen
 from sparseprefill.adapters.calibration.fit import ModelReadings
 from sparseprefill.adapters.cli.group import CommandError
-from sparseprefill.adapters.cli.setup import Source
 from sparseprefill.adapters.cli.searched import SAMPLED
+from sparseprefill.adapters.cli.setup import Source
 from sparseprefill.adapters.demo.exam import Exam, asker, make_exam, prompt_of
 from sparseprefill.adapters.demo.tasks import TUNING
 from sparseprefill.adapters.evaluation.comparison import Ask, Comparison
@@ -67,7 +67,14 @@ class Texts:
 
     @classmethod
     def natural(
-        cls, source: Source, lengths: Sequence[int], texts: int, seed: int, tail: int, sizes: Sizes, kinds: Sequence[str]
+        cls,
+        source: Source,
+        lengths: Sequence[int],
+        texts: int,
+        seed: int,
+        tail: int,
+        sizes: Sizes,
+        kinds: Sequence[str],
     ) -> Texts:
         """Natural texts of all kinds, or some, in turn, with passages and facts that are restated in them."""
         for tokens in lengths:
