@@ -38,9 +38,9 @@ class Target:
     """Limits that a setting must keep, all that are given.
 
     agreement: least share of rows in which dense and sparse choose the same next token. kl: most nats of
-    KL(dense || sparse) per row, on average. copies: least share of the restated tokens that dense gets right, where
-    the model can copy and the prompts have such passages. recall: least attention mass kept, on average. rows: where
-    the limits hold: `all`, in the rows of the whole prompt and at its end, each by itself; or `end`, at the end alone, for
+    KL(dense || sparse) per row, on average. copies: least share of the restated tokens that dense gets right, where the
+    model can copy and the prompts have such passages. recall: least attention mass kept, on average. rows: where the
+    limits hold: `all`, in the rows of the whole prompt and at its end, each by itself; or `end`, at the end alone, for
     prompts that are read once and asked about behind their last row.
 
     Raises ParameterError for a number out of range, other rows, or where there is no limit at all.

@@ -316,7 +316,7 @@ class Summary:
 
     @property
     def places(self) -> dict[str, dict[str, Any]]:
-        """Copies, and distributions and answers inside the prompts and at their ends, as plain data, where there are."""
+        """Copies, and distributions and answers inside the prompts and at their ends, as plain data, if any."""
         made: dict[str, dict[str, Any]] = {} if not self.copies.asked else {"copies": self.copies.figures}
         for name, found, (right, asked) in (
             ("inside", self.inside, self.answers_inside),

@@ -60,6 +60,7 @@ def test_json(small: tuple[dict[str, Any], Path]) -> None:
     assert set(facts) == {
         *(
             "version",
+            "model",
             "tokens",
             "questions",
             "seed",
@@ -175,7 +176,7 @@ def test_table() -> None:
     assert Path("sparseprefill-demo.png").stat().st_size > 10_000
     assert "heads and 64 rows" in " ".join(result.stdout.split())
     dense = next(line.split() for line in result.stdout.splitlines() if line.strip().startswith("dense  "))
-    assert dense[4:12] == ["0.0000", "0.0000", "100.0%", "0.0000", "100.0%", "100.0%", "100.0%", "100.0%"]
+    assert dense[4:13] == ["0.0000", "0.0000", "1.000", "100.0%", "0.0000", "100.0%", "100.0%", "100.0%", "100.0%"]
     assert "no answers inside the prompt: it is too short" in " ".join(result.stdout.split())
 
 

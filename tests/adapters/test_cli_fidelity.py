@@ -99,7 +99,7 @@ def test_the_table_is_never_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "the embedded model: 1 prompt of 256 tokens, cpu (1 thread), float32" in " ".join(result.stdout.split())
     head = next(line for line in result.stdout.splitlines() if line.strip().startswith("method"))
     assert head.split() == [
-        "method", "KL", "99", "%", "same", "end", "KL", "recall", "rows", "lowest", "density", "prefill", "speed-up",
+        "method", "setting", "KL", "99", "%", "NLL", "same", "end", "KL", "recall", "rows", "lowest", "density", "prefill", "speed-up",
     ]  # fmt: skip
     row = next(line for line in result.stdout.splitlines() if line.strip().startswith("streaming"))
     assert re.fullmatch(r" streaming( +[\d.]+){2} +[\d.]+% +[\d.]+( +[\d.]+%){4} +[\d.]+ s +[\d.]+ *", row)
