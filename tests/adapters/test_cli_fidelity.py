@@ -102,7 +102,7 @@ def test_the_table_is_never_cut(monkeypatch: pytest.MonkeyPatch) -> None:
         "method", "setting", "KL", "99", "%", "NLL", "same", "end", "KL", "recall", "rows", "lowest", "density", "prefill", "speed-up",
     ]  # fmt: skip
     row = next(line for line in result.stdout.splitlines() if line.strip().startswith("streaming"))
-    assert re.fullmatch(r" streaming( +[\d.]+){2} +[\d.]+% +[\d.]+( +[\d.]+%){4} +[\d.]+ s +[\d.]+ *", row)
+    assert re.fullmatch(r" streaming +sink=128,( +[\d.]+){3} +[\d.]+% +[\d.]+( +[\d.]+%){4} +[\d.]+ s +[\d.]+ *", row)
 
 
 def test_the_page_holds_everything(folder: Path) -> None:
