@@ -1,4 +1,4 @@
-"""A page's table of what methods do to a real model, out of files of ``--json``: ``python -m experiments.frontier.sheet``.
+"""A table of what methods do to a real model, from files of ``--json``: ``python -m experiments.frontier.sheet``.
 
 Copies and facts are told as shares of what the model's own attention gets right, KL and shares with 95 % intervals:
 those of the mean over prompts drawn again from the prompts that were read (bootstrap, paired with dense's).
