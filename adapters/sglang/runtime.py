@@ -35,10 +35,12 @@ _runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
 
 @define(eq=False)
 class Runtime(runtime.Runtime):
-    """coming: ids of the step's prefills. last: index of the last layer that this process runs sparse."""
+    """coming: ids of the step's prefills. last: index of the last layer that this process runs sparse. layers: of this
+    process."""
 
     coming: frozenset[str] = field(default=frozenset(), init=False)
     last: int = field(default=-1, init=False)
+    layers: int = field(default=0, init=False)
 
     def alive(self, name: str) -> bool:
         """Whether SGLang still has a request of this id whose last chunk is yet to come."""
@@ -74,6 +76,7 @@ def make_runtime(runner: Any, options: Options, host: str) -> Runtime:
     made.start()
     _runtimes.add(made)
     known.tell(made)
+    made.layers = len(layers)
     able = _survey(made, runner, layers)
     made.last = max((one.index for one in able), default=-1)
     if able and (options.warm_up if options.warm_up is not None else not runner.server_args.skip_server_warmup):
