@@ -5,21 +5,34 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from typing import Any
 
+from sparseprefill.config import KEYS
 from sparseprefill.errors import AttachError, ParameterError
 from sparseprefill.route import Route
 
-from ..serving.options import TABLE, Options, read_table
+from ..serving.options import OWN, TABLE, Options, read_table
+from ..serving.wishes import mistyped
 
 SCHEDULER = "sparseprefill.adapters.vllm.scheduler.fixed_chunks"
+OURS = frozenset((*OWN, "config", "profiles", *KEYS))
+"""Keys of our table, where they are missed at the top of vLLM's."""
 
 
 def parse(additional: object) -> Options:
     """Checked before the engine serves anything; ParameterError names the key at fault."""
-    table = additional.get(TABLE) if isinstance(additional, Mapping) else None
-    if table is None:
-        example = '--additional-config \'{"sparseprefill": {"method": "streaming"}}\''
-        raise ParameterError(f"the backend CUSTOM is selected, but no method: add {example}")
-    return read_table(table)
+    given = additional if isinstance(additional, Mapping) else {}
+    why = mistyped(given, "key of --additional-config")
+    if why is not None:
+        raise ParameterError(why)
+    if given.get(TABLE) is not None:
+        return read_table(given[TABLE])
+    ours = [key for key in given if key in OURS]
+    if ours:
+        raise ParameterError(
+            f"--additional-config has {', '.join(ours)} at its top, where vLLM's plugins share a table: put what is for "
+            f'{TABLE} into one of its own, {{"{TABLE}": {{"{ours[0]}": ...}}}}'
+        )
+    example = '--additional-config \'{"sparseprefill": {"method": "streaming"}}\''
+    raise ParameterError(f"the backend CUSTOM is selected, but no method: add {example}")
 
 
 def check_chunk(config: Any, options: Options) -> None:
