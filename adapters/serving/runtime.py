@@ -63,7 +63,13 @@ class Runtime:
 
     @classmethod
     def made(cls, options: Options, model: Model, owner: Owner) -> Self:
-        """What the options ask for. owner: of the metrics. Raises what wrong options raise."""
+        """What the options ask for. owner: of the metrics.
+
+        Raises what wrong options raise; ParameterError where a layer is asked for that the model has not.
+        """
+        outside = sorted(i for i in options.layers or () if not 0 <= i < model.identity.layers)
+        if outside:
+            raise ParameterError(f"{TABLE}.layers names {outside[0]}: {model.name} has {model.identity.layers} layers")
         summary = Summary()
         main = _served(options.source, options, model, owner, summary)
         profiles = {
@@ -170,13 +176,9 @@ class Runtime:
 
         layers: index and reason of each; an encoder's and a decoder's may have the same index. Where nothing will run
         sparse that is a warning, and a note in the report. AttachError where a layer will stay dense and `strict` is
-        on; ParameterError where a layer is asked for that the model has not.
+        on.
         """
         chosen = self.options.layers
-        if chosen is not None:
-            outside = sorted(i for i in chosen if not 0 <= i < self.model.identity.layers)
-            if outside:
-                raise ParameterError(f"sparseprefill.layers names {outside[0]}: {self.model.identity.layers} layers")
         asked = [(i, why) for i, why in layers if chosen is None or i in chosen]
         dense = sorted((i, why) for i, why in asked if why)
         if dense and self.options.strict:

@@ -23,7 +23,7 @@ from ..serving.warm import Sizes, warm_engine
 from .admission import check_apart
 from .layer import heads_of, index_of, layer_of
 from .names import Names
-from .options import check_unread
+from .options import check_last
 from .runtime import DRAFTS, KEYLESS, Runtime
 from .split import check_fields
 
@@ -46,7 +46,7 @@ def announce(runtime: Runtime, builder: Any) -> list[tuple[Layer, Any]]:
         ours = [(name, one) for name, one in modules if getattr(one.impl, "runtime", None) is runtime]
         reasons = [(index_of(name), _reason(runtime, builder, name, one)) for name, one in ours]
         runtime.expect(reasons)
-        check_unread(
+        check_last(
             config,
             runtime.options,
             runtime.model.identity.layers - 1,

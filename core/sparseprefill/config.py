@@ -84,7 +84,9 @@ def inner_method(given: str | Mapping[str, Any] | Pipeline | PatternEstimator, w
     raise ParameterError(f"inner: {made.name} {words}")
 
 
-def check_keys(table: Mapping[str, Any], known: Collection[str], at: str = "", registry: Registry | None = None) -> None:
+def check_keys(
+    table: Mapping[str, Any], known: Collection[str], at: str = "", registry: Registry | None = None
+) -> None:
     """ParameterError for a table of a pipeline with another key than these, with the nearest; for a parameter of the
     table's method it says where parameters stand.
 
