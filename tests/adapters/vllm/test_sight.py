@@ -278,6 +278,29 @@ def test_a_step_that_runs_dense_is_over_with_its_last_layer_too(caplog: pytest.L
     assert ["0 sparse, 1 dense (1x not among the chosen layers)"] == lines(mine, caplog)
 
 
+def test_what_is_meant_to_run_dense_is_no_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Short chunks, requests that are switched off, the gate, and layers that were not chosen; all are counted."""
+    monkeypatch.delenv("SPARSEPREFILL_BREAKEVEN")
+    given = runtime(method="flexprefill", layers=[0, 1])
+    mine = Runtime.made(given.options, given.model, Whose())
+    host = RunnerV1(mine, "a", "b", "c")
+    host.requests = {"a": asking("off"), "b": NOTHING, "c": NOTHING}
+    with caplog.at_level(logging.WARNING):
+        for reason, warned in ((None, 0), ("why", 1), ("why", 1), ("another", 2)):
+            parts = plan(mine, common([20, 3, 20], [20, 3, 20], [True] * 3), stock)
+            for layer in (0, 2):
+                step(mine, parts, layer, reason)
+            assert warned == len([one for one in caplog.records if "runs dense" in one.message])
+    reasons = [set(layer.reasons) for layer in mine.report().layers]
+    assert {"why", "another"} < reasons[0]
+    (gate,) = reasons[0] - {"why", "another"}
+    assert "break" in gate
+    assert {"not among the chosen layers"} == reasons[1]
+    assert mine.report().short_forwards == mine.report().notes["the request asks for it (sparseprefill: off)"] == 4
+
+
 def params(profile: object) -> Any:
     return SimpleNamespace(extra_args={"sparseprefill": profile})
 
