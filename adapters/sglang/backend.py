@@ -21,17 +21,15 @@ from sparseprefill.pages import Pages
 from ..serving.attend import decline, run
 from ..serving.layer import Layer
 from ..serving.parts import Part
-from ..serving.wishes import SWITCH
 from ..session.prospects import NOT_CHOSEN
 from .hooks import REQUESTS, missing
 from .layer import layer_of, objection
 from .options import given
 from .pages import pages_of, scale_of
 from .plan import Step, plan
-from .runtime import Runtime, check_model, make_runtime
+from .runtime import Runtime, make_runtime
+from .start import check_host
 
-EAGER = ("breakable", "disabled")
-"""SGLang's CUDA graphs of prefill that leave attention out."""
 log = logging.getLogger(__name__)
 
 
@@ -149,39 +147,12 @@ def prefilling(host: Any) -> Any:
     return Sparse
 
 
-def check_options(runner: Any) -> None:
-    """Raises what `make` would raise of options that do not fit the server, or the model: known before its weights."""
-    from sglang.srt.model_executor.model_runner_components.attention_backend_setup import (
-        resolve_attention_backend_strs,
-    )
-
-    options, name = given(), resolve_attention_backend_strs(model_runner=runner).decode
-    _check_host(name)
-    check_model(runner, options, name)
-
-
-def _check_host(name: str) -> None:
-    """AttachError where SGLang's own attention cannot stand beside ours. name: of that for decoding."""
-    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
-    from sglang.srt.runtime_context import get_exec
-
-    if name == SWITCH or name not in ATTENTION_BACKENDS:
-        own = ", ".join(sorted(set(ATTENTION_BACKENDS) - {SWITCH}))
-        remedy = f"pass one of SGLang's own by --decode-attention-backend: {own}"
-        raise AttachError(f"the attention for decoding and for what does not run sparse is {name!r}: {remedy}")
-    recorded = get_exec().graph.cuda_graph_config.prefill.backend
-    if recorded not in EAGER:
-        raise AttachError(
-            f"--cuda-graph-backend-prefill is {recorded!r}, whose graphs record attention: use {' or '.join(EAGER)}"
-        )
-
-
 def make(runner: Any) -> Any:
     """SGLang's factory of the backend ``sparseprefill``; what wrong options raise ends the server's start."""
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
     options, name = given(), runner.decode_attention_backend_str
-    _check_host(name)
+    check_host(name)
 
     def another() -> Any:
         return ATTENTION_BACKENDS[name](runner)

@@ -11,7 +11,7 @@ from typing import Any
 
 from attrs import frozen
 
-from . import known, runtime
+from . import known, runtime, start
 
 SRT = "sglang.srt"
 BEFORE, AFTER = "BEFORE", "AFTER"
@@ -40,14 +40,6 @@ class Hook:
         return False
 
 
-def check(runner: Any, *args: object, **kwargs: object) -> None:
-    """Before SGLang's ``ModelRunner.load_model``: wrong options end the start ahead of the weights."""
-    from .backend import check_options
-
-    if known.selected(runner.server_args) and not runner.is_draft_worker:
-        check_options(runner)
-
-
 REQUESTS = Hook(
     f"{SRT}.managers.schedule_batch.Req.__init__", known.meet, AFTER, "nobody would know what requests ask for"
 )
@@ -67,7 +59,7 @@ HOOKS = (
     ),
     Hook(
         f"{SRT}.model_executor.model_runner.ModelRunner.load_model",
-        check,
+        start.check,
         BEFORE,
         "options are checked behind the loading of the weights",
     ),

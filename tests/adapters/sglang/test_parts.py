@@ -17,11 +17,12 @@ import pytest
 import torch
 from sparseprefill.adapters.sglang import known, plugin
 from sparseprefill.adapters.sglang.backend import make
-from sparseprefill.adapters.sglang.hooks import HOOKS, REQUESTS, check, missing
+from sparseprefill.adapters.sglang.hooks import HOOKS, REQUESTS, missing
 from sparseprefill.adapters.sglang.narrow import Rows
 from sparseprefill.adapters.sglang.options import VARIABLE, given
 from sparseprefill.adapters.sglang.pages import pages_of, scale_of, table_of
 from sparseprefill.adapters.sglang.runtime import check_model, make_runtime
+from sparseprefill.adapters.sglang.start import check
 
 import sparseprefill as sp
 from sparseprefill.errors import AttachError
