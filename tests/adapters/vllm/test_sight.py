@@ -239,8 +239,10 @@ def step(mine: Runtime, parts: Any, layer: int, reason: str | None = None) -> No
         kv = torch.randn(1, heads.kv_heads, part.row.end, heads.head_dim)
         return kv, kv
 
-    facts = Layer(layer, 1.0, None, None, reason)
-    run(mine, facts, parts, query, output, read, lambda part, rows, out: out.zero_(), slow=False)
+    def host(part: Any, rows: torch.Tensor, out: torch.Tensor) -> None:
+        out.zero_()
+
+    run(mine, Layer(layer, 1.0, None, None, reason), parts, query, output, read, host, slow=False)
 
 
 def lines(mine: Runtime, caplog: pytest.LogCaptureFixture) -> list[str]:
