@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from attrs import define, field, frozen
 
@@ -41,7 +41,7 @@ class Summary:
     _tokens: int = field(default=0, init=False)
     _reasons: Counter[str] = field(factory=Counter, init=False)
     _calls: Counter[Kind] = field(factory=Counter, init=False)
-    _measured: dict[Kind, list[float]] = field(factory=dict, init=False)
+    _measured: dict[Kind, tuple[float, int]] = field(factory=dict, init=False)
     _lock: threading.Lock = field(factory=threading.Lock, init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -63,7 +63,8 @@ class Summary:
     def density(self, kind: Kind, density: float) -> None:
         """The density of a measured call."""
         with self._lock:
-            self._measured.setdefault(kind, []).append(density)
+            total, count = self._measured.get(kind, (0.0, 0))
+            self._measured[kind] = total + density, count + 1
             if len(self._measured) > MOST_WAITING:
                 del self._measured[next(iter(self._measured))]
 
@@ -74,7 +75,7 @@ class Summary:
             sparse, tokens, reasons, calls = self._sparse, self._tokens, self._reasons, self._calls
             self._since, self._sparse, self._tokens = now, 0, 0
             self._reasons, self._calls = Counter(), Counter()
-            measured = {kind: self._measured.pop(kind, [])[:count] for kind, count in calls.items()}
+            measured = {kind: self._measured.pop(kind, (0.0, 0)) for kind in calls}
         if not sparse and not reasons:
             return None
         dense = f"{reasons.total()} dense"
@@ -87,15 +88,19 @@ class Summary:
         return f"prefill chunks of the last {seconds:.0f} s: {', '.join(parts)}"
 
 
-def _densities(calls: Counter[Kind], measured: Mapping[Kind, Sequence[float]]) -> list[str]:
-    """The mean density of each profile's calls, in words: of those that were measured, and how many they are."""
+def _densities(calls: Counter[Kind], measured: Mapping[Kind, tuple[float, int]]) -> list[str]:
+    """The mean density of each profile's calls, in words: of those that were measured, and how many they are.
+
+    measured: sum of densities and number of calls.
+    """
     said = []
     for profile in sorted({kind.profile for kind in calls}):
         mine = [kind for kind in calls if kind.profile == profile]
-        count, found = sum(calls[kind] for kind in mine), [one for kind in mine for one in measured[kind]]
+        count, found = sum(calls[kind] for kind in mine), sum(measured[kind][1] for kind in mine)
         whose = f"profile {profile}: " if profile else ""
-        some = f" ({len(found)} of {count} calls measured)" if len(found) < count else ""
-        said.append(whose + (f"mean density {sum(found) / len(found):.3f}{some}" if found else "density not measured"))
+        some = f" ({found} of {count} calls measured)" if found < count else ""
+        mean = sum(measured[kind][0] for kind in mine) / max(found, 1)
+        said.append(whose + (f"mean density {mean:.3f}{some}" if found else "density not measured"))
     return said
 
 

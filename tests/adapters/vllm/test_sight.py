@@ -79,6 +79,7 @@ SAID: list[tuple[list[tuple[str, int, float]], list[tuple[str, int, int]], str]]
         "2 sparse, 0 dense, mean density 0.600, profile careful: mean density 0.900 (1 of 2 calls measured)",
     ),
     ([("", 200, 0.5)] * 7, [("", 200, 6)], "1 sparse, 0 dense, mean density 0.500, "),
+    ([("", 200, 0.5)] * 2, [("", 200, 1), ("", 200, 1)], "2 sparse, 0 dense, mean density 0.500, "),
 ]
 
 

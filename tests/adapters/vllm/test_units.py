@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import logging
 import multiprocessing
@@ -644,6 +645,40 @@ def test_fixed_chunks_need_room_in_a_step() -> None:
             check_chunk(config, options(method="streaming", chunk=chunk))
     with pytest.raises(sp.ParameterError, match=re.escape(CHUNKLESS)):
         check_chunk(SimpleNamespace(scheduler_config=SimpleNamespace(**limits)), options(method="streaming"))
+
+
+def test_fixed_chunks_of_a_server_that_leaves_the_plugin_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU vLLM itself would run without the adapter, and without a word."""
+
+    class Scheduler:
+        num_spec_tokens, max_num_scheduled_tokens, max_num_running_reqs = 0, 512, 2
+        _reserve_prefill_lookahead = None
+
+        def __init__(self, vllm_config: Any) -> None:
+            self.vllm_config = vllm_config
+
+    for name in ("async_scheduler.AsyncScheduler", "scheduler.Scheduler"):
+        module = ModuleType(name)
+        setattr(module, name.partition(".")[2], type(name, (Scheduler,), {}))
+        monkeypatch.setitem(sys.modules, f"vllm.v1.core.sched.{name.partition('.')[0]}", module)
+    monkeypatch.delitem(sys.modules, "sparseprefill.adapters.vllm.scheduler", raising=False)
+    fixed_chunks = importlib.import_module("sparseprefill.adapters.vllm.scheduler").fixed_chunks
+    monkeypatch.delitem(sys.modules, "sparseprefill.adapters.vllm.scheduler")
+    chosen = SimpleNamespace(backend=SimpleNamespace(name="CUSTOM"))
+    config = SimpleNamespace(
+        additional_config={"sparseprefill": {"method": "streaming", "chunk": 128}},
+        attention_config=chosen,
+        scheduler_config=SimpleNamespace(async_scheduling=False),
+        cache_config=SimpleNamespace(enable_prefix_caching=False),
+        speculative_config=None,
+    )
+    monkeypatch.setenv("VLLM_PLUGINS", "other,sparseprefill")
+    fixed_chunks(config)
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    with pytest.raises(AttachError, match="VLLM_PLUGINS is 'other', which leaves sparseprefill out"):
+        fixed_chunks(config)
+    chosen.backend = None
+    fixed_chunks(config)
 
 
 def test_fixed_chunks_keep_to_the_grain() -> None:
