@@ -44,7 +44,7 @@ def vllm_check(
         from ..vllm.check import check
     except ImportError as error:
         raise CommandError(
-            f"the model cannot be read ({error}): install vLLM, or transformers with pip install 'sparseprefill[hf]'"
+            f"the model cannot be read ({error}): install vLLM, or transformers: pip install transformers"
         ) from error
     try:
         whole = AutoConfig.from_pretrained(folder)
@@ -81,9 +81,11 @@ def vllm_report(
             return f"has no {path}: start the server with {NEEDED} in its environment"
         return f"answers with {status}: start the server with --worker-extension-cls {EXTENSION}; its log says more"
 
+    from ..vllm.plugin import VARIABLE, excluded
+
     found = _ask(url, path, {"method": "sparseprefill_report", "timeout": timeout}, timeout, VLLM, refused)
     start = '--attention-backend CUSTOM and --additional-config \'{"sparseprefill": {"method": ...}}\''
-    _show(url, found.get("results"), "vLLM", start, json)
+    _show(url, found.get("results"), "vLLM", f"{start}; {_loading(VARIABLE, excluded())}", json)
 
 
 def sglang_report(
@@ -97,8 +99,15 @@ def sglang_report(
     states = answer.get("internal_states")
     ours = isinstance(states, list) and all(isinstance(one, Mapping) for one in states)
     found = [one for state in states for one in state.get(TABLE, [])] if ours and states is not None else None
+    from ..sglang.plugin import VARIABLE, excluded
+
     start = "--prefill-attention-backend sparseprefill and SPARSEPREFILL_SGLANG='{\"method\": ...}'"
-    _show(url, found, "SGLang", start, json)
+    _show(url, found, "SGLang", f"{start}; {_loading(VARIABLE, excluded())}", json)
+
+
+def _loading(variable: str, why: str | None) -> str:
+    """What else a server needs, to load the adapter. why: it would not, in the environment of this command."""
+    return f"{variable} of its environment, if set, must name sparseprefill" + (f" (here {why})" if why else "")
 
 
 def _ask(url: str, path: str, body: object, timeout: float, example: str, refused: Any) -> Mapping[str, Any]:
@@ -155,11 +164,10 @@ def _show(url: str, found: object, server: str, start: str, json: bool) -> None:
 
 
 def _read(config: str) -> Mapping[str, Any]:
-    """The additional configuration; the table under ``sparseprefill`` may stand alone."""
+    """The additional configuration, as vLLM gets it."""
     loads, kind = (tomllib.loads, "TOML") if config.endswith(".toml") else (structure.loads, "JSON")
     try:
         text = config if config.lstrip().startswith("{") else structure.read(config)
-        found = structure.table(structure.parsed(text, loads, kind))
+        return structure.table(structure.parsed(text, loads, kind))
     except ParameterError as error:
         raise CommandError(f"{config}: {error}; give JSON, or a .json or .toml file") from error
-    return found if TABLE in found else {TABLE: found}

@@ -16,7 +16,7 @@ from .failures import ends_engine, reason
 from .layer import Layer
 from .parts import Part
 from .runtime import Runtime
-from .tally import Served
+from .tally import Chunk, Served
 
 log = logging.getLogger(__name__)
 Read = Callable[[Part], tuple[Tensor, Tensor] | Pages]
@@ -135,7 +135,8 @@ def _output(
     if outcome.out.shape != call.q.shape:
         raise StageError(f"the output is {tuple(outcome.out.shape)}, and should be {tuple(call.q.shape)}")
     if part.chunk is not None:
-        part.chunk.sparse = True
+        part.chunk.sparse += 1
+        _end(part.chunk)
     return outcome.out
 
 
@@ -159,3 +160,10 @@ def _count(served: Served, layer: Layer, part: Part, reason: str) -> None:
     served.tally.fallback(layer.index, reason)
     if part.chunk is not None:
         part.chunk.reasons[reason] += 1
+        _end(part.chunk)
+
+
+def _end(chunk: Chunk) -> None:
+    """Count a chunk whose last layer is through."""
+    if chunk.sparse + chunk.reasons.total() == chunk.layers:
+        chunk.settle()

@@ -9,12 +9,12 @@ from typing import Any
 from attrs import Attribute, asdict, field, fields, frozen
 
 from sparseprefill.breakeven.gate import AUTO, GateChoice
-from sparseprefill.config import KEYS, from_config
-from sparseprefill.errors import ParameterError, nearest, printed
+from sparseprefill.config import KEYS, check_keys, from_config
+from sparseprefill.errors import ParameterError, UnknownMethodError, nearest, printed
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.registry import Registry
 from sparseprefill.route import Route
-from sparseprefill.structure import check_names, structure, table
+from sparseprefill.structure import structure, table
 from sparseprefill.validate import MOST_ROWS, flag, maybe, number, one_of, whole
 
 from ..session.defaults import TAIL
@@ -43,7 +43,12 @@ class Source:
 
         ParameterError or UnknownMethodError name the key at fault.
         """
-        return from_config(self.pipeline, registry=registry, at="" if isinstance(self.pipeline, str) else self.at)
+        if not isinstance(self.pipeline, str):
+            return from_config(self.pipeline, registry=registry, at=self.at)
+        try:
+            return from_config(self.pipeline, registry=registry)
+        except (ParameterError, UnknownMethodError) as error:
+            raise type(error)(f"{self.at}.config: {error}") from error
 
 
 def _every(_: object, attribute: Attribute[Any], value: object) -> None:
@@ -117,7 +122,7 @@ def read_table(given: object, without: Container[str] = ()) -> Options:
     without: of our own keys those that mean nothing to this server.
     """
     own, facts = [key for key in OWN if key not in without], table(given, TABLE)
-    check_names(facts, (*own, "config", "profiles", *KEYS), TABLE)
+    check_keys(facts, (*own, "config", "profiles", *KEYS), TABLE)
     found: Settings = structure(Settings, {key: facts[key] for key in own if key in facts}, TABLE, short=True)
     every, strict = found.recall_every, found.strict_recall
     check_strict(f"{TABLE}.strict_recall", strict, every, f"{TABLE}.recall_every")
@@ -149,6 +154,6 @@ def _profiles(value: object) -> Mapping[str, Source]:
         facts = table(given, at)
         for key in facts.keys() & {*OWN, "profiles"}:
             raise ParameterError(f"{at}.{key} applies to all requests: give it as {TABLE}.{key}")
-        check_names(facts, ("config", *KEYS), at)
+        check_keys(facts, ("config", *KEYS), at)
         found[name] = _source(facts, at)
     return found

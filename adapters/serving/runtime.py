@@ -55,7 +55,6 @@ class Runtime:
     surveyed: bool = field(default=False, init=False)
     chunks: list[Chunk | None] = field(factory=list, init=False)
     _step: tuple[object, list[Prefill]] | None = field(default=None, init=False)
-    _told: object = field(default=None, init=False)
     _warned: set[str] = field(factory=set, init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -64,7 +63,13 @@ class Runtime:
 
     @classmethod
     def made(cls, options: Options, model: Model, owner: Owner) -> Self:
-        """What the options ask for. owner: of the metrics. Raises what wrong options raise."""
+        """What the options ask for. owner: of the metrics.
+
+        Raises what wrong options raise; ParameterError where a layer is asked for that the model has not.
+        """
+        outside = sorted(i for i in options.layers or () if not 0 <= i < model.identity.layers)
+        if outside:
+            raise ParameterError(f"{TABLE}.layers names {outside[0]}: {model.name} has {model.identity.layers} layers")
         summary = Summary()
         main = _served(options.source, options, model, owner, summary)
         profiles = {
@@ -83,11 +88,16 @@ class Runtime:
         return (self.main, *self.profiles.values())
 
     def prefills(
-        self, step: object, rows: Sequence[Row], decoding: Callable[[Iterable[str | None]], Mapping[str | None, int]]
+        self,
+        step: object,
+        rows: Sequence[Row],
+        decoding: Callable[[Iterable[str | None]], Mapping[str | None, int]],
+        layers: int = 0,
     ) -> list[Prefill]:
         """The prefills of one step's rows: see Requests. Every group of layers asks with the same `step` object.
 
-        decoding: finds the step's other rows of some requests, and tells the first token of each.
+        decoding: finds the step's other rows of some requests, and tells the first token of each. layers: of the group
+        that asks, each of which will run every row that may run sparse; 0 where that is not known.
         """
         if self._step is None or self._step[0] is not step or len(self._step[1]) != len(rows):
             for one in self.every:
@@ -99,6 +109,9 @@ class Runtime:
             self.chunks = [self._begin(row) for row in rows]
             if self.requests.finished > finished and log.isEnabledFor(logging.DEBUG):
                 self._tell()
+        for chunk in self.chunks:
+            if chunk is not None:
+                chunk.layers += layers
         return self._step[1]
 
     def serving(self, row: Row) -> Served:
@@ -106,18 +119,17 @@ class Runtime:
         return self.profiles.get(row.asked, self.main) if isinstance(row.asked, str) else self.main
 
     def settle(self) -> None:
-        """The step that ran last is through all layers: count its chunks."""
+        """The step that ran last is through all layers: count those of its chunks that were not yet."""
         chunks, self.chunks = self.chunks, []
         for chunk in chunks:
             if chunk is not None:
                 chunk.settle()
 
     def tell(self) -> None:
-        """Log what prefill did since the last time, as a line; nothing where there was none."""
-        step = None if self._step is None else self._step[0]
-        if step is self._told:  # nothing has come since, so the last step is over
-            self.settle()
-        self._told = step
+        """Log what prefill did since the last time, as a line; nothing where there was none.
+
+        A step that is under way is none of it, however long it takes: time tells nobody that it is over.
+        """
         line = self.tally.summary.line()
         if line is not None:
             log.info("sparseprefill: %s", line)
@@ -138,17 +150,17 @@ class Runtime:
             served.session.note(ENDLESS)
         if tokens < self.options.min_query:
             served.session.count_short()
-            served.tally.settle(tokens, f"fewer than {self.options.min_query} tokens")
+            served.tally.dense(tokens, f"fewer than {self.options.min_query} tokens")
             return None
         dense = self._dense(row.asked)
         if dense is None:
-            return served.tally.chunk(tokens)
+            return served.tally.chunk(tokens, row.end)
         why, detail = dense
         if detail and why not in self._warned:
             self._warned.add(why)
             log.warning("sparseprefill: a request runs dense: %s", detail)
         served.session.note(why)
-        served.tally.settle(tokens, why)
+        served.tally.dense(tokens, why)
         return None
 
     def _dense(self, asked: object) -> tuple[str, str] | None:
@@ -164,13 +176,9 @@ class Runtime:
 
         layers: index and reason of each; an encoder's and a decoder's may have the same index. Where nothing will run
         sparse that is a warning, and a note in the report. AttachError where a layer will stay dense and `strict` is
-        on; ParameterError where a layer is asked for that the model has not.
+        on.
         """
         chosen = self.options.layers
-        if chosen is not None:
-            outside = sorted(i for i in chosen if not 0 <= i < self.model.identity.layers)
-            if outside:
-                raise ParameterError(f"sparseprefill.layers names {outside[0]}: {self.model.identity.layers} layers")
         asked = [(i, why) for i, why in layers if chosen is None or i in chosen]
         dense = sorted((i, why) for i, why in asked if why)
         if dense and self.options.strict:

@@ -8,67 +8,100 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from attrs import define, field
+from attrs import define, field, frozen
 
 SECONDS = 10.0
 """Between two lines, where nothing else is asked for."""
+MOST_WAITING = 1024
+"""Kinds of calls whose densities wait for a line, beyond which the oldest are let go."""
+
+
+@frozen
+class Kind:
+    """Calls whose densities may stand for each other. profile: that the request asked for, empty for none. keys: of the
+    call."""
+
+    profile: str
+    keys: int
 
 
 @define(eq=False)
 class Summary:
-    """What prefill did since `line` was last called. Threads may share it. clock: seconds."""
+    """What prefill did since `line` was last called. Threads may share it. clock: seconds.
+
+    A density is told with the calls that it was measured on: chunks are counted when they are over, and figures come
+    from the device earlier or later, so those of a kind that no line has told yet wait for it.
+    """
 
     clock: Callable[[], float] = time.monotonic
     _since: float = field(init=False)
     _sparse: int = field(default=0, init=False)
     _tokens: int = field(default=0, init=False)
     _reasons: Counter[str] = field(factory=Counter, init=False)
-    _measured: list[float] = field(factory=list, init=False)
-    _ever: tuple[float, int] = field(default=(0.0, 0), init=False)
+    _calls: Counter[Kind] = field(factory=Counter, init=False)
+    _measured: dict[Kind, tuple[float, int]] = field(factory=dict, init=False)
     _lock: threading.Lock = field(factory=threading.Lock, init=False)
 
     def __attrs_post_init__(self) -> None:
         self._since = self.clock()
 
-    def add(self, tokens: int, reason: str | None) -> None:
-        """One chunk of a prompt. reason: why it ran dense; None where it ran sparse."""
+    def dense(self, tokens: int, reason: str) -> None:
+        """One chunk of a prompt ran dense, for this reason."""
         with self._lock:
             self._tokens += tokens
-            if reason is None:
-                self._sparse += 1
-            else:
-                self._reasons[reason] += 1
+            self._reasons[reason] += 1
 
-    def densities(self, density: float) -> None:
+    def sparse(self, tokens: int, kind: Kind, calls: int) -> None:
+        """One chunk of a prompt ran sparse, in so many layers."""
+        with self._lock:
+            self._tokens += tokens
+            self._sparse += 1
+            self._calls[kind] += calls
+
+    def density(self, kind: Kind, density: float) -> None:
         """The density of a measured call."""
         with self._lock:
-            self._measured.append(density)
-            self._ever = (self._ever[0] + density, self._ever[1] + 1)
+            total, count = self._measured.get(kind, (0.0, 0))
+            self._measured[kind] = total + density, count + 1
+            if len(self._measured) > MOST_WAITING:
+                del self._measured[next(iter(self._measured))]
 
     def line(self) -> str | None:
         """In words; None where there was no prefill. Begins anew."""
         with self._lock:
             now, begun = self.clock(), self._since
-            sparse, tokens, reasons, measured = self._sparse, self._tokens, self._reasons, self._measured
+            sparse, tokens, reasons, calls = self._sparse, self._tokens, self._reasons, self._calls
             self._since, self._sparse, self._tokens = now, 0, 0
-            self._reasons, self._measured = Counter(), []
-            total, calls = self._ever
+            self._reasons, self._calls = Counter(), Counter()
+            measured = {kind: self._measured.pop(kind, (0.0, 0)) for kind in calls}
         if not sparse and not reasons:
             return None
         dense = f"{reasons.total()} dense"
         if reasons:
             ((why, count),) = reasons.most_common(1)
             dense += f" ({count}x {why})"
-        parts = [f"{sparse} sparse", dense]
-        if measured:
-            parts.append(f"mean density {sum(measured) / len(measured):.3f}")
-        elif sparse and calls:
-            parts.append(f"mean density {total / calls:.3f} (measured before)")
         seconds = max(now - begun, 1e-9)
+        parts = [f"{sparse} sparse", dense, *_densities(calls, measured)]
         parts.append(f"{tokens / seconds:.1f} tokens/s of prefill")
         return f"prefill chunks of the last {seconds:.0f} s: {', '.join(parts)}"
+
+
+def _densities(calls: Counter[Kind], measured: Mapping[Kind, tuple[float, int]]) -> list[str]:
+    """The mean density of each profile's calls, in words: of those that were measured, and how many they are.
+
+    measured: sum of densities and number of calls.
+    """
+    said = []
+    for profile in sorted({kind.profile for kind in calls}):
+        mine = [kind for kind in calls if kind.profile == profile]
+        count, found = sum(calls[kind] for kind in mine), sum(measured[kind][1] for kind in mine)
+        whose = f"profile {profile}: " if profile else ""
+        some = f" ({found} of {count} calls measured)" if found < count else ""
+        mean = sum(measured[kind][0] for kind in mine) / max(found, 1)
+        said.append(whose + (f"mean density {mean:.3f}{some}" if found else "density not measured"))
+    return said
 
 
 def every(seconds: float, owner: object, tell: Callable[[], None]) -> threading.Thread:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import define, field, frozen
 
 from ..session.ledger import Uncounted
-from .summary import Summary
+from .summary import Kind, Summary
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
@@ -88,9 +88,9 @@ class Tally:
     _children: dict[tuple[str, ...], Any] = field(factory=dict, init=False)
     _classes: dict[int, str] = field(factory=dict, init=False)
 
-    def chunk(self, tokens: int) -> Chunk:
-        """A prompt's chunk that begins."""
-        return Chunk(self, tokens)
+    def chunk(self, tokens: int, keys: int) -> Chunk:
+        """A prompt's chunk that begins: its tokens, and the keys of its calls."""
+        return Chunk(self, tokens, keys)
 
     def observe(self, call: AttentionCall, result: Result) -> None:
         """A layer ran sparse."""
@@ -103,7 +103,7 @@ class Tally:
             before = self._pairs.get(call.layer, (0, 0))
             self._pairs[call.layer] = (before[0] + done, before[1] + allowed)
             if allowed:
-                self._density(layers, done / allowed)
+                self._density(layers, call.kv_len, done / allowed)
 
     def fallback(self, layer: int, reason: str) -> None:
         """A layer ran a request's chunk dense."""
@@ -111,14 +111,16 @@ class Tally:
         self._count("prefill_calls", 1, layers, "dense")
         self._count("fallbacks", 1, layers, NUMBER.sub("N", reason))
 
-    def settle(self, tokens: int, reason: str | None) -> None:
-        """A chunk is through all layers. reason: why it ran dense; None where it ran sparse."""
-        mode = "sparse" if reason is None else "dense"
-        self._count("prefill_chunks", 1, mode)
-        if reason is not None:
-            self._count("dense_chunks", 1, NUMBER.sub("N", reason))
-        self._count("prefill_tokens", tokens, mode)
-        self.summary.add(tokens, reason)
+    def dense(self, tokens: int, reason: str) -> None:
+        """A chunk is through all layers, and none ran it sparse, for this reason."""
+        self._settle(tokens, "dense")
+        self._count("dense_chunks", 1, NUMBER.sub("N", reason))
+        self.summary.dense(tokens, reason)
+
+    def sparse(self, tokens: int, keys: int, calls: int) -> None:
+        """A chunk is through all layers, and so many ran it sparse. keys: of its calls."""
+        self._settle(tokens, "sparse")
+        self.summary.sparse(tokens, Kind(self.owner.profile, keys), calls)
 
     def recall(self, found: CallRecall) -> None:
         """The recall of a measured call is known, and its density."""
@@ -130,7 +132,7 @@ class Tally:
         if found.low:
             self._count("low_recall_calls", 1, layers)
         if not self.measure:  # else it has been told
-            self._density(layers, found.density)
+            self._density(layers, found.keys, found.density)
 
     def layer_class(self, layer: int) -> str:
         """The neighbours that a layer is counted with, as ``0-7``: of each model about a quarter of its layers."""
@@ -149,10 +151,14 @@ class Tally:
         """Mean density by layer, over all measured calls."""
         return {layer: done / allowed for layer, (done, allowed) in self._pairs.items() if allowed}
 
-    def _density(self, layers: str, density: float) -> None:
+    def _density(self, layers: str, keys: int, density: float) -> None:
         if 0 <= density <= 1:  # not a number where a call has padding alone
             self._observe("density", density, layers)
-            self.summary.densities(density)
+            self.summary.density(Kind(self.owner.profile, keys), density)
+
+    def _settle(self, tokens: int, mode: str) -> None:
+        self._count("prefill_chunks", 1, mode)
+        self._count("prefill_tokens", tokens, mode)
 
     def _count(self, name: str, amount: int, *labels: str) -> None:
         child = self._child(name, *labels)
@@ -185,17 +191,31 @@ class Served:
 
 @define(eq=False)
 class Chunk:
-    """A chunk of a prompt on its way through the layers. sparse: whether one of them ran it sparse."""
+    """A chunk of a prompt on its way through the layers.
+
+    tokens: its own; keys: of its calls. sparse, reasons: how many layers ran it sparse until now, and why the others
+    did not. layers: how many will run it, as far as anybody knows: it is counted when the last of them is through, and
+    where nobody knows at the beginning of the next step. settled: whether it has been.
+    """
 
     tally: Tally
     tokens: int
-    sparse: bool = False
+    keys: int
+    layers: int = field(default=0, init=False)
+    sparse: int = field(default=0, init=False)
     reasons: Counter[str] = field(factory=Counter, init=False)
+    settled: bool = field(default=False, init=False)
 
     def settle(self) -> None:
-        """All layers are through: count it."""
-        common = self.reasons.most_common(1)
-        self.tally.settle(self.tokens, None if self.sparse else common[0][0] if common else "no layer can run sparse")
+        """All layers are through: count it, once."""
+        if self.settled:
+            return
+        self.settled = True
+        if self.sparse:
+            self.tally.sparse(self.tokens, self.keys, self.sparse)
+        else:
+            ((reason, _),) = self.reasons.most_common(1) or [("no layer can run sparse", 0)]
+            self.tally.dense(self.tokens, reason)
 
 
 @cache

@@ -42,10 +42,10 @@ def wish(extra: Mapping[str, object] | None) -> object:
     return Unknown(EMPTY) if SWITCH in extra and extra[SWITCH] is None else extra.get(SWITCH)
 
 
-def mistyped(extra: Iterable[str]) -> str | None:
-    """Why a request is refused one of whose arguments looks like `SWITCH` and is another, or None."""
+def mistyped(extra: Iterable[str], what: str = "argument of a request") -> str | None:
+    """Why names are refused one of which looks like `SWITCH` and is another, or None. what: they are names of."""
     found = next((key for key in extra if key != SWITCH and _resembles(str(key))), None)
-    return None if found is None else f"{printed(found)} is no argument of a request; did you mean {SWITCH!r}?"
+    return None if found is None else f"{printed(found)} is no {what}; did you mean {SWITCH!r}?"
 
 
 @functools.lru_cache(256)

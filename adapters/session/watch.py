@@ -45,7 +45,8 @@ class CallRecall:
     """One measured call of a layer: mean recall of each head over the rows that are spread over the call, and over its
     last rows; empty where there are none. first_head: the model's number of the first. density: computed / allowed
     pairs of the call. row_p1: 1st percentile of the rows that are spread over the call, of all heads. row_lowest: the
-    lowest of all its rows, the last ones too. low: whether one of the heads keeps less than `strict_recall`."""
+    lowest of all its rows, the last ones too. low: whether one of the heads keeps less than `strict_recall`. keys: of
+    the call."""
 
     layer: int
     first_head: int
@@ -55,6 +56,7 @@ class CallRecall:
     row_p1: float = math.nan
     row_lowest: float = math.nan
     low: bool = False
+    keys: int = 0
 
     @property
     def least(self) -> tuple[float, int]:
@@ -92,24 +94,25 @@ def check_strict(name: str, value: object, every: int, of_every: str) -> float |
 class _Coming:
     """Figures of a call on their way, as `_figures` packs them.
 
-    there: what tells that they have arrived; None where they have, or where only reading them tells.
+    there: what tells that they have arrived; None where they have, or where only reading them tells. keys: of the call.
     """
 
     layer: int
     first_head: int
     figures: Tensor
     there: torch.cuda.Event | None
+    keys: int = 0
 
     @classmethod
     def of(cls, call: AttentionCall, figures: Tensor) -> _Coming:
         """Sends them to the host; nothing waits."""
         if figures.device.type != "cuda":
-            return cls(call.layer, call.first_head, figures, None)
+            return cls(call.layer, call.first_head, figures, None, call.kv_len)
         host = torch.empty(figures.shape, dtype=figures.dtype, pin_memory=True)
         host.copy_(figures, non_blocking=True)
         there = torch.cuda.Event()
         there.record(torch.cuda.current_stream(figures.device))
-        return cls(call.layer, call.first_head, host, there)
+        return cls(call.layer, call.first_head, host, there, call.kv_len)
 
     @property
     def arrived(self) -> bool:
@@ -227,7 +230,7 @@ class RecallWatch:
         if bool(one.sums.isnan().any()):
             self._told(NONFINITE)
             return
-        found = one.means(coming.layer)
+        found = evolve(one.means(coming.layer), keys=coming.keys)
         least, head = found.least
         if self.strict is not None and least < self.strict - SLACK:
             found, one.low = evolve(found, low=True), 1

@@ -21,16 +21,15 @@ from sparseprefill.pages import Pages
 from ..serving.attend import decline, run
 from ..serving.layer import Layer
 from ..serving.parts import Part
-from ..serving.wishes import SWITCH
 from ..session.prospects import NOT_CHOSEN
+from .hooks import REQUESTS, missing
 from .layer import layer_of, objection
 from .options import given
 from .pages import pages_of, scale_of
 from .plan import Step, plan
 from .runtime import Runtime, make_runtime
+from .start import check_host
 
-EAGER = ("breakable", "disabled")
-"""SGLang's CUDA graphs of prefill that leave attention out."""
 log = logging.getLogger(__name__)
 
 
@@ -151,25 +150,19 @@ def prefilling(host: Any) -> Any:
 def make(runner: Any) -> Any:
     """SGLang's factory of the backend ``sparseprefill``; what wrong options raise ends the server's start."""
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
-    from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.runtime_context import get_exec
 
     options, name = given(), runner.decode_attention_backend_str
-    if name == SWITCH or name not in ATTENTION_BACKENDS:
-        own = ", ".join(sorted(set(ATTENTION_BACKENDS) - {SWITCH}))
-        remedy = f"pass one of SGLang's own by --decode-attention-backend: {own}"
-        raise AttachError(f"the attention for decoding and for what does not run sparse is {name!r}: {remedy}")
+    check_host(name)
 
     def another() -> Any:
         return ATTENTION_BACKENDS[name](runner)
 
-    if not hasattr(Req.__init__, "__wrapped__"):
-        raise AttachError("nobody would know what requests ask for: SGLang did not apply the hook on Req.__init__")
-    recorded = get_exec().graph.cuda_graph_config.prefill.backend
-    if recorded not in EAGER:
-        raise AttachError(
-            f"--cuda-graph-backend-prefill is {recorded!r}, whose graphs record attention: use {' or '.join(EAGER)}"
-        )
+    for hook in missing():
+        owner, _, method = hook.target.rpartition(".")
+        said = f"{hook.without}: SGLang did not apply the hook on {owner.rpartition('.')[2]}.{method}"
+        if hook is REQUESTS:
+            raise AttachError(said)
+        log.warning("sparseprefill: %s", said)
     if runner.is_draft_worker:
         log.info("sparseprefill: what a draft model computes is %s's alone", name)
         return another()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from sparseprefill import structure
 from sparseprefill.errors import ParameterError, printed
 
 from ..serving.options import TABLE, Options, read_table
+from ..serving.wishes import mistyped
 
 VARIABLE = "SPARSEPREFILL_SGLANG"
 FOREIGN = {
@@ -28,10 +30,18 @@ def given(text: str | None = None) -> Options:
     """
     text = os.environ.get(VARIABLE, "") if text is None else text
     if not text.strip():
-        raise ParameterError(f"the attention backend sparseprefill is selected, but no method: set {EXAMPLE}")
+        close = get_close_matches(VARIABLE, os.environ, n=1, cutoff=0.9)
+        hint = f"; {close[0]} is set, did you mean {VARIABLE}?" if close else ""
+        raise ParameterError(f"the attention backend sparseprefill is selected, but no method: set {EXAMPLE}{hint}")
     table = _table(text.strip())
     if not isinstance(table, Mapping):
         raise ParameterError(f"{VARIABLE} is {printed(table)}: give a table of keys and values, such as {EXAMPLE}")
+    outer = [key for key in table if key == TABLE or mistyped([key])]
+    if outer:
+        raise ParameterError(
+            f"{VARIABLE} has the key {printed(outer[0])}: that is vLLM's form; give what stands inside of it, such as "
+            f"{EXAMPLE}"
+        )
     for key in FOREIGN.keys() & table.keys():
         raise ParameterError(f"{TABLE}.{key} is for vLLM: {FOREIGN[key]}; leave it out")
     return read_table(table, FOREIGN)

@@ -68,7 +68,9 @@ def plan(runtime: Runtime, batch: Any, slots: Tensor, page: int) -> Step | None:
     runtime.coming = frozenset(row.name for row in rows if row.name is not None)
     prefills = set(places)
     decoding = {rid: starts[i] for i, rid in enumerate(rids) if i not in prefills}
-    found = runtime.prefills(object(), rows, lambda wanted: {one: decoding[one] for one in wanted if one in decoding})
+    found = runtime.prefills(
+        object(), rows, lambda wanted: {one: decoding[one] for one in wanted if one in decoding}, runtime.layers
+    )
     sparse = {i: n for n, i in enumerate(places) if runtime.chunks[n] is not None}
     ending = {one.rid: i in sparse for i, one in enumerate(requests) if one is not None and known.complete(one)}
     for rid, needed in ending.items():

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from functools import cache
 from importlib import import_module
@@ -13,12 +14,21 @@ from typing import Any
 
 from sparseprefill.errors import AttachError
 
+from ..serving.plugins import left_out
 from ..serving.wishes import SWITCH
 
+VARIABLE = "SGLANG_PLUGINS"
+"""Names the plugins that SGLang loads, separated by commas; all, where it is not set or empty."""
 TRIED = (0, 5, 23)
 """The version of SGLang that the adapter ran in, for which tox.ini has an environment."""
 VERSION = re.compile(r"(\d+)\.(\d+)\.(\d+)")
 log = logging.getLogger(__name__)
+
+
+def excluded() -> str | None:
+    """Why an SGLang in this environment does not load the adapter, and how it would, or None."""
+    names = [one.strip() for one in os.environ.get(VARIABLE, "").split(",") if one.strip()]
+    return left_out(VARIABLE, names or None)
 
 
 def register() -> None:
@@ -48,16 +58,13 @@ def _register() -> str | None:
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from . import known, runtime
+    from .hooks import HOOKS
 
     if SWITCH not in ATTENTION_BACKEND_CHOICES:
         add_attention_backend_choices([SWITCH])
     register_attention_backend(SWITCH)(_make)
-    managers = "sglang.srt.managers"
-    after, before = HookType["AFTER"], HookType["BEFORE"]
-    HookRegistry.register(f"{managers}.schedule_batch.Req.__init__", known.meet, after)
-    HookRegistry.register(f"{managers}.tokenizer_manager.TokenizerManager._validate_one_request", known.refuse, before)
-    HookRegistry.register(f"{managers}.scheduler.Scheduler.get_internal_state", runtime.answer, after)
+    for hook in HOOKS:
+        HookRegistry.register(hook.target, hook.call, HookType[hook.kind])
     if ATTENTION_BACKENDS.get(SWITCH) is not _make or SWITCH not in ATTENTION_BACKEND_CHOICES:
         return "it does not keep the backend under its name"
     return None

@@ -35,10 +35,12 @@ _runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
 
 @define(eq=False)
 class Runtime(runtime.Runtime):
-    """coming: ids of the step's prefills. last: index of the last layer that this process runs sparse."""
+    """coming: ids of the step's prefills. last: index of the last layer that this process runs sparse. layers: of this
+    process."""
 
     coming: frozenset[str] = field(default=frozenset(), init=False)
     last: int = field(default=-1, init=False)
+    layers: int = field(default=0, init=False)
 
     def alive(self, name: str) -> bool:
         """Whether SGLang still has a request of this id whose last chunk is yet to come."""
@@ -65,8 +67,7 @@ def make_runtime(runner: Any, options: Options, host: str) -> Runtime:
     Raises what wrong options raise, and AttachError for a model that nothing here can serve.
     """
     show(options.log_level)
-    if runner.use_mla_backend:
-        raise AttachError(f"{LATENT}: use one of SGLang's for {runner.model_config.model_path}")
+    _check_attention(runner)
     from sglang.srt.layers.radix_attention import RadixAttention
 
     layers = [one for one in runner.model.modules() if isinstance(one, RadixAttention)]
@@ -74,11 +75,23 @@ def make_runtime(runner: Any, options: Options, host: str) -> Runtime:
     made.start()
     _runtimes.add(made)
     known.tell(made)
+    made.layers = len(layers)
     able = _survey(made, runner, layers)
     made.last = max((one.index for one in able), default=-1)
     if able and (options.warm_up if options.warm_up is not None else not runner.server_args.skip_server_warmup):
         _warm(made, runner, layers[0], able)
     return made
+
+
+def check_model(runner: Any, options: Options, host: str) -> None:
+    """Raises what `make_runtime` would raise of options and the model's configuration; its layers need not be there."""
+    _check_attention(runner)
+    Runtime.made(options, _model(runner, (), host), _owner(runner))
+
+
+def _check_attention(runner: Any) -> None:
+    if runner.use_mla_backend:
+        raise AttachError(f"{LATENT}: use one of SGLang's for {runner.model_config.model_path}")
 
 
 def _survey(made: Runtime, runner: Any, layers: Sequence[Any]) -> list[Layer]:
@@ -111,12 +124,15 @@ def _step(runner: Any) -> int:
 
 
 def _model(runner: Any, layers: Sequence[Any], host: str) -> Any:
-    from sglang.srt.runtime_context import get_parallel
-
-    config, parallel = runner.model_config, get_parallel()
+    config = runner.model_config
     names = getattr(config.hf_config, "architectures", None)
     given = (config.hf_text_config, names, str(config.model_path), host)
-    if parallel.attn_tp_size == 1 or not layers:
+    if not layers:
+        return model_of(*given)
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    if parallel.attn_tp_size == 1:
         return model_of(*given)
     heads = int(layers[0].tp_q_head_num), int(layers[0].tp_k_head_num)
     return model_of(*given, heads=heads, rank=int(parallel.attn_tp_rank))

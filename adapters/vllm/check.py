@@ -7,23 +7,33 @@ only vLLM knows, such as the tokens of a step or a cache's type, is left to its 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from attrs import frozen
 
+from sparseprefill.errors import AttachError
 from sparseprefill.profiles.identity import ModelIdentity
 from sparseprefill.route import Route
 
-from ..serving.layer import CHUNKED, LATENT, WINDOW, Heads, Layer, unsupported
-from .options import SCHEDULER, parse
-from .runtime import make_runtime
+from ..serving.layer import LATENT, dense_reason
+from .layer import heads_of, layer_of
+from .options import SCHEDULER, check_last, parse
+from .plugin import excluded
+from .runtime import Runtime, make_runtime
 
 HOST = "vLLM's own attention"
-FULL, SLIDING, IN_CHUNKS = "full_attention", "sliding_attention", "chunked_attention"
-"""Kinds of layers that have keys, as transformers calls them."""
+SLIDING, IN_CHUNKS = ("sliding_attention", "hybrid_sliding", "window_attention"), ("chunked_attention",)
+KEYLESS = ("linear_attention", "mamba", "conv", "moe", "mlp")
+"""Kinds of layers, as transformers calls them; one that is not here has keys, and all of them."""
+DECODER, ENCODER, CROSS = "decoder", "encoder_only", "encoder_decoder"
+"""Kinds of attention, as vLLM calls them."""
+ENCODERS = ("siglip_text_model", "siglip2_text_model", "openai_privacy_filter")
+"""Types of models that vLLM runs as encoders, beside those that transformers trains on masked words."""
+GENERATE = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "ChatModel")
+"""How classes of models are called that vLLM does not run as pooling models."""
 
 
 @frozen(kw_only=True)
@@ -52,29 +62,42 @@ def check(additional: object, whole: Any, folder: str) -> Checked:
     """What an engine would make of vLLM's ``additional_config``.
 
     whole: transformers' configuration of the model, which is in this folder.
-    Raises what the engine would: ParameterError, UnknownMethodError or AttachError, which name the key at fault.
+    Raises what the engine would: ParameterError, UnknownMethodError or AttachError, which name the key at fault; the
+    last also where vLLM would not load the adapter in this environment.
     """
+    why = excluded()
+    if why is not None:
+        raise AttachError(why)
     text: Any = whole.get_text_config()
     flags = ["--attention-backend CUSTOM"]
-    if parse(additional).chunk is not None:
+    chunk = parse(additional).chunk
+    if chunk is not None:
         flags.append(f"--scheduler-cls {SCHEDULER}")
+    quantised: Any = getattr(whole, "quantization_config", None)
     config = SimpleNamespace(
         additional_config=additional,
-        model_config=SimpleNamespace(model=folder, hf_config=whole, hf_text_config=text),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1),
-        scheduler_config=SimpleNamespace(scheduler_cls=SCHEDULER),  # it is among the flags
+        model_config=SimpleNamespace(
+            model=folder,
+            hf_config=whole,
+            hf_text_config=text,
+            quantization=quantised.get("quant_method", "") if isinstance(quantised, Mapping) else None,
+            runner_type="generate" if _architecture(whole).endswith(GENERATE) else "pooling",
+        ),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
+        scheduler_config=SimpleNamespace(scheduler_cls=SCHEDULER if chunk is not None else None),  # among the flags
     )
     runtime = make_runtime(config, HOST)
     sizes, chosen, expected = runtime.model.identity, runtime.options.layers, list[Expected]()
-    kinds = {index: kind for index, kind in enumerate(_kinds(text, sizes.layers)) if kind is not None}
+    layers = list(_layers(whole, text, sizes))
     for profile, served in (("", runtime.main), *runtime.profiles.items()):
-        reasons = {index: _reason(served.session.route, text, index, kind, sizes) for index, kind in kinds.items()}
+        reasons = [(index, _reason(runtime, served.session.route, text, index, impl)) for index, impl in layers]
+        asked = [(index, why) for index, why in reasons if chosen is None or index in chosen]
+        able = [index for index, why in asked if why is None]
         if not profile:
-            runtime.expect(list(reasons.items()))
-        asked = [why for index, why in reasons.items() if chosen is None or index in chosen]
-        dense = Counter(why for why in asked if why is not None)
-        able = len(asked) - dense.total()
-        expected.append(Expected(profile=profile, method=served.session.route.name, sparse=able, dense=dense))
+            runtime.expect(reasons)
+            check_last(config, runtime.options, sizes.layers - 1, able)
+        dense = Counter(why for _, why in asked if why is not None)
+        expected.append(Expected(profile=profile, method=served.session.route.name, sparse=len(able), dense=dense))
     model = (
         f"{runtime.model.name}: {sizes.layers} layers, {sizes.heads} query and {sizes.kv_heads} KV heads of size "
         f"{sizes.head_dim}"
@@ -82,24 +105,73 @@ def check(additional: object, whole: Any, folder: str) -> Checked:
     return Checked(model=model, expected=tuple(expected), flags=tuple(flags))
 
 
-def _kinds(text: Any, layers: int) -> list[str | None]:
-    """The kind of every layer; None for one without keys."""
-    usual = FULL if getattr(text, "sliding_window", None) is None else SLIDING
-    kinds = getattr(text, "layer_types", None) or [usual] * layers
-    return [kind if kind in (FULL, SLIDING, IN_CHUNKS) else None for kind in kinds]
+def _architecture(whole: Any) -> str:
+    return str((getattr(whole, "architectures", None) or [GENERATE[0]])[0])
 
 
-def _reason(route: Route, text: Any, index: int, kind: str, sizes: ModelIdentity) -> str | None:
+def _layers(whole: Any, text: Any, sizes: ModelIdentity) -> Iterator[tuple[int, Any]]:
+    """The index of every layer that has keys, and what vLLM would say of its attention (an AttentionImpl)."""
+    attention = ENCODER if _looks_ahead(whole, text) else DECODER
+    usual = SLIDING[0] if getattr(text, "sliding_window", None) is not None else ""
+    softcap = float(getattr(text, "attn_logit_softcapping", None) or 0)
+    sinks = torch.zeros(sizes.heads) if getattr(text, "model_type", "") == "gpt_oss" else None
+    given = {
+        "attn_type": attention,
+        "alibi_slopes": [] if _alibi(text) else None,
+        "logits_soft_cap": softcap,
+        "sinks": sinks,
+        "scale": sizes.head_dim**-0.5,
+        "kv_cache_dtype": "auto",
+        "num_heads": sizes.heads,
+        "num_kv_heads": sizes.kv_heads,
+        "head_size": sizes.head_dim,
+    }
+    decoder = getattr(text, "decoder_layers", None) or getattr(text, "num_decoder_layers", None)
+    count = int(decoder) if whole.is_encoder_decoder and decoder else sizes.layers
+    for index, kind in enumerate(getattr(text, "layer_types", None) or [usual] * count):
+        if kind not in KEYLESS:
+            window, lookback = 1 if kind in SLIDING else -1, 1 if kind in IN_CHUNKS else -1
+            yield index, SimpleNamespace(sliding_window=window, chunk_lookback=lookback, **given)
+        if whole.is_encoder_decoder:
+            yield index, SimpleNamespace(sliding_window=-1, **{**given, "attn_type": CROSS})
+
+
+def _looks_ahead(whole: Any, text: Any) -> bool:
+    """Whether vLLM runs a model as an encoder: each token sees those behind it, too."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    both, kind = (whole, text), str(getattr(text, "model_type", ""))
+    if any(getattr(one, "is_causal", True) is False for one in both):
+        return True
+    if any(getattr(one, "use_bidirectional_attention", None) is True for one in both):
+        return True
+    if "Bidirectional" in _architecture(whole) or kind in ENCODERS:
+        return True
+    trained = kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not whole.is_encoder_decoder
+    return trained and not getattr(text, "is_decoder", False)
+
+
+def _alibi(text: Any) -> bool:
+    nested: Any = getattr(text, "attn_config", None)
+    found = nested.get("alibi") if isinstance(nested, Mapping) else getattr(nested, "alibi", None)
+    return bool(getattr(text, "alibi", False) or found) or getattr(text, "model_type", "") == "bloom"
+
+
+def _reason(runtime: Runtime, route: Route, text: Any, index: int, impl: Any) -> str | None:
     """Why a layer would stay dense, or None; stages are asked about this machine's device."""
     if getattr(text, "kv_lora_rank", None):
         return LATENT
-    if kind != FULL:
-        return WINDOW if kind == SLIDING else CHUNKED
-    softcap = float(getattr(text, "attn_logit_softcapping", None) or 0)
-    layer = Layer(index, sizes.head_dim**-0.5, softcap or None, None, None)
-    heads = Heads(sizes.heads, sizes.kv_heads, sizes.head_dim)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     longest = int(getattr(text, "max_position_embeddings", None) or 1 << 15)
-    dtype = getattr(text, "dtype", None)
-    dtype = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
-    return unsupported(route, layer, heads, dtype, device, keys=longest)
+    dtype, chunk = getattr(text, "dtype", None), runtime.options.chunk
+    return dense_reason(
+        route,
+        layer_of(f"model.layers.{index}.self_attn.attn", impl),
+        heads_of(impl, 0),
+        dtype if isinstance(dtype, torch.dtype) else torch.bfloat16,
+        device,
+        keys=longest,
+        min_query=runtime.options.min_query,
+        step=longest if chunk is None else min(chunk, longest),
+        bound="max_model_len" if chunk is None else "chunk",
+    )

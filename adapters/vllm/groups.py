@@ -23,7 +23,7 @@ from ..serving.warm import Sizes, warm_engine
 from .admission import check_apart
 from .layer import heads_of, index_of, layer_of
 from .names import Names
-from .options import check_unread
+from .options import check_last
 from .runtime import DRAFTS, KEYLESS, Runtime
 from .split import check_fields
 
@@ -46,7 +46,7 @@ def announce(runtime: Runtime, builder: Any) -> list[tuple[Layer, Any]]:
         ours = [(name, one) for name, one in modules if getattr(one.impl, "runtime", None) is runtime]
         reasons = [(index_of(name), _reason(runtime, builder, name, one)) for name, one in ours]
         runtime.expect(reasons)
-        check_unread(
+        check_last(
             config,
             runtime.options,
             runtime.model.identity.layers - 1,
@@ -57,11 +57,15 @@ def announce(runtime: Runtime, builder: Any) -> list[tuple[Layer, Any]]:
             log.info("sparseprefill: %d %s", count, KEYLESS.format(kind=kind))
         runtime.check_names()
         check_fields(CommonAttentionMetadata)
-    found = get_layers_from_vllm_config(config, Attention, builder.layer_names).items()
-    mine = [(name, one) for name, one in found if getattr(one.impl, "runtime", None) is runtime]  # no draft model's
-    able = [(name, module) for name, module in mine if _reason(runtime, builder, name, module) is None]
+    able = [(name, one) for name, one in served(runtime, builder) if _reason(runtime, builder, name, one) is None]
     layers = [(layer_of(name, module.impl), module) for name, module in able]
     return [(one, module) for one, module in layers if chosen is None or one.index in chosen]
+
+
+def served(runtime: Runtime, builder: Any) -> list[tuple[str, Any]]:
+    """The layers that get a builder's metadata and look for parts in them, by name: no draft model's."""
+    found = get_layers_from_vllm_config(builder.vllm_config, Attention, builder.layer_names).items()
+    return [(name, one) for name, one in found if getattr(one.impl, "runtime", None) is runtime]
 
 
 def _leave_drafts(runtime: Runtime, modules: Sequence[Any]) -> None:

@@ -18,10 +18,11 @@ from .runtime import Runtime
 from .split import narrow, objection
 
 
-def plan(runtime: Runtime, common: Any, stock: Callable[[Any], Any]) -> list[Part] | None:
+def plan(runtime: Runtime, common: Any, stock: Callable[[Any], Any], layers: int = 0) -> list[Part] | None:
     """The parts of a batch, or None where the host computes all of it.
 
-    common: vLLM's CommonAttentionMetadata. stock: makes the host's own metadata.
+    common: vLLM's CommonAttentionMetadata. stock: makes the host's own metadata. layers: that get the parts; 0 where
+    nobody knows.
     """
     prefilling, bound = getattr(common, "is_prefilling", None), getattr(common, "seq_lens_cpu_upper_bound", None)
     if prefilling is None or bound is None or common.causal is not True:
@@ -42,7 +43,7 @@ def plan(runtime: Runtime, common: Any, stock: Callable[[Any], Any]) -> list[Par
             alone = runtime.options.skip_unread and runtime.names.ends_alone(name)
             rows.append(Row(start, lengths[i], name, runtime.names.prompt(name), asked, alone))
     decoding = partial(_decoding, names, places, starts, lengths)
-    found = runtime.prefills(common.query_start_loc_cpu, rows, decoding)
+    found = runtime.prefills(common.query_start_loc_cpu, rows, decoding, layers)
     sparse = {i: n for n, i in enumerate(places) if runtime.chunks[n] is not None}
     if not sparse or why is not None:
         return None

@@ -8,8 +8,11 @@ from __future__ import annotations
 import importlib
 import logging
 import multiprocessing
+import os
 import re
 from functools import cache
+
+from ..serving.plugins import left_out
 
 OLDEST, NEWEST, READ = (0, 29), (0, 32), (0, 33)
 """Versions of vLLM that the adapter ran in, for each of which tox.ini has an environment; the last whose source was
@@ -17,7 +20,15 @@ compared with theirs."""
 VERSION = re.compile(r"(\d+)\.(\d+)")
 CPU_BACKEND = "sparseprefill.adapters.vllm.cpu.SparseCPUBackend"
 CUDA_BACKEND = "sparseprefill.adapters.vllm.cuda.SparseBackend"
+VARIABLE = "VLLM_PLUGINS"
+"""Names the plugins that vLLM loads, separated by commas and nothing else; all, where it is not set."""
 log = logging.getLogger(__name__)
+
+
+def excluded() -> str | None:
+    """Why a vLLM in this environment does not load the adapter, and how it would, or None."""
+    given = os.environ.get(VARIABLE)
+    return left_out(VARIABLE, None if given is None else given.split(","))
 
 
 def register() -> None:

@@ -20,7 +20,7 @@ from ..serving.model import Model, model_of
 from ..serving.summary import SECONDS, show
 from ..serving.tally import Owner
 from .names import Names, drafting
-from .options import check_chunk, check_grain, parse
+from .options import check_chunk, check_grain, check_unread, parse
 
 NAME = "CUSTOM"
 DRAFTS = "layers of a draft model: what is drafted runs dense"
@@ -113,6 +113,7 @@ def make_runtime(config: Any, attention: str) -> Runtime:
     show(options.log_level, "vllm")
     model = _model(config, attention)
     check_chunk(config, options)
+    check_unread(config, options)
     made = Runtime.made(options, model, _owner(config))
     for source, served in zip((options.source, *options.profiles.values()), made.every, strict=True):
         check_grain(options.chunk, served.session.route, source.at)

@@ -19,7 +19,9 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from sparseprefill.errors import AttachError, ParameterError
 
 from ..serving.options import TABLE
-from .options import SCHEDULER, chunk_end, parse
+from .options import CHUNKLESS, check_room, chunk_end, parse
+from .plugin import excluded
+from .runtime import selected
 
 log = logging.getLogger(__name__)
 HOOK = "_reserve_prefill_lookahead"
@@ -40,9 +42,12 @@ class FixedChunks(Host):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        why = excluded() if selected(self.vllm_config) else None
+        if why is not None:
+            raise AttachError(why)
         chunk = parse(self.vllm_config.additional_config).chunk
         if chunk is None:
-            raise ParameterError(f"{TABLE}.chunk is missing: {SCHEDULER} needs the tokens of a chunk")
+            raise ParameterError(CHUNKLESS)
         if not hasattr(super(), HOOK) or getattr(self, "num_prefill_lookahead", 0) > 1:
             raise AttachError(
                 f"{TABLE}.chunk is {chunk}: this vLLM's scheduler, or its speculator, sets other chunk bounds"
@@ -50,14 +55,8 @@ class FixedChunks(Host):
         self._chunk: int = chunk
         speculative = self.vllm_config.speculative_config
         drafts = int(getattr(speculative, "max_num_new_slots_for_drafting", 0) or 0)
-        each = 1 + int(self.num_spec_tokens) + drafts
-        room = int(self.max_num_scheduled_tokens) - (int(self.max_num_running_reqs) - 1) * each
-        if chunk > room:
-            raise ParameterError(
-                f"{TABLE}.chunk is {chunk}: beside {self.max_num_running_reqs} requests (--max-num-seqs) a step of "
-                f"{self.max_num_scheduled_tokens} tokens (--max-num-batched-tokens) has room for {room}; pass a "
-                "smaller chunk, fewer requests or more tokens"
-            )
+        drafts += int(self.num_spec_tokens)
+        check_room(chunk, int(self.max_num_scheduled_tokens), int(self.max_num_running_reqs), drafts)
         if self.vllm_config.cache_config.enable_prefix_caching:
             log.info("sparseprefill: %s", CACHED)
 

@@ -17,7 +17,7 @@ from sparseprefill.pages import Pages
 from ..serving.attend import Read, Stock, run
 from ..serving.layer import Layer
 from ..serving.parts import Part
-from .groups import announce, warm_up
+from .groups import announce, served, warm_up
 from .layer import layer_of
 from .plan import plan
 from .runtime import layer_runtime, runtime_of
@@ -99,17 +99,18 @@ class SparseBuilder(Host):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.runtime = runtime_of(self.vllm_config, self.host_name)
-        self._recorded = False
+        self._recorded, self._layers = False, 0
         if self.runtime is not None:
             self.reorder_batch_threshold = 1  # decoding rows first, so that they stay together
             warm_up(self.runtime, self, announce(self.runtime, self))
+            self._layers = len(served(self.runtime, self))
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         """vLLM's metadata of a step, with the parts of its batch."""
         stock = super().build(common_prefix_len, common_attn_metadata, fast_build)
         if self.runtime is None or fast_build or self._recorded:
             return stock
-        parts = plan(self.runtime, common_attn_metadata, self._stock)
+        parts = plan(self.runtime, common_attn_metadata, self._stock, self._layers)
         return stock if parts is None else self.metadata(**vars(stock), parts=parts)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 
 from ..serving.runtime import plain
 from ..session.report import Report
+from .plugin import excluded
 from .runtime import NAME, existing, selected
 
 NOBODY = f"{NAME} is selected, but this model has no attention layer that uses it: nothing can run sparse"
@@ -26,4 +27,5 @@ class ReportExtension:
         if config is None or not selected(config):
             return {}
         name = str(config.model_config.model)
-        return plain(Report(method=NAME, host=name, implementation="vLLM", min_query=0, notes={NOBODY: 1}))
+        note = f"{NAME} is selected, but {why}" if (why := excluded()) is not None else NOBODY
+        return plain(Report(method=NAME, host=name, implementation="vLLM", min_query=0, notes={note: 1}))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,26 @@ def inner_method(given: str | Mapping[str, Any] | Pipeline | PatternEstimator, w
     raise ParameterError(f"inner: {made.name} {words}")
 
 
+def check_keys(
+    table: Mapping[str, Any], known: Collection[str], at: str = "", registry: Registry | None = None
+) -> None:
+    """ParameterError for a table of a pipeline with another key than these, with the nearest; for a parameter of the
+    table's method it says where parameters stand.
+
+    registry: where the method is looked up; by default all that are installed.
+    """
+    registry = default_registry() if registry is None else registry
+    method = table.get("method")
+    offered = registry.methods()
+    parameters = _names(offered[method].config) if isinstance(method, str) and method in offered else []
+    astray = next((key for key in table if key in parameters and key not in known), None)
+    if astray is not None:
+        raise ParameterError(
+            f'{join(at, astray)} is a parameter of {method}: did you mean "parameters": {{"{astray}": ...}}?'
+        )
+    check_names(table, known, at)
+
+
 def _load(path: Path) -> Any:
     readers: dict[str, Callable[[str], Any]] = {".toml": tomllib.loads, ".json": structure.loads}
     if path.suffix not in readers:
@@ -108,7 +128,7 @@ class _Reader:
         if len(above) >= DEEPEST:
             raise ParameterError(f"{at} is nested too deeply: use at most {DEEPEST} levels of union")
         table = structure.table(given, at or WHOLE)
-        check_names(table, KEYS, at)
+        check_keys(table, KEYS, at, self.registry)
         alone = "method" in table or "profile" in table  # a profile holds its method
         if alone == ("union" in table):
             one = "method" if "method" in table else "profile"
@@ -175,7 +195,7 @@ class _Reader:
         elif parameters:
             raise ParameterError(f"{here} belong to one method: give its name as method")
         profile = self.folder / _text(table["profile"], join(at, "profile")) if "profile" in table else None
-        with _located(here if profile is None else at, parameters):
+        with _located(here, parameters) if profile is None else _located(at, ["profile", *parameters]):
             return self.registry.build(name, profile=profile, **parameters)
 
     def _placed(self, kind: type, parameters: Mapping[str, Any]) -> Mapping[str, Any]:

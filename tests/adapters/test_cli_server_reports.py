@@ -115,6 +115,21 @@ def test_what_a_server_lacks_is_said(server: Server, command: str, status: int, 
     refused(invoke(command, server.url), server.url, words)
 
 
+@pytest.mark.parametrize(
+    ("command", "body", "variable"),
+    [(VLLM, '{"results": [{}]}', "VLLM_PLUGINS"), (SGLANG, '{"internal_states": [{}]}', "SGLANG_PLUGINS")],
+)
+def test_a_server_that_may_not_load_the_plugin(
+    server: Server, command: str, body: str, variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.body = body
+    monkeypatch.delenv(variable, raising=False)
+    refused(invoke(command, server.url), f"; {variable} of its environment, if set, must name sparseprefill\n")
+    monkeypatch.setenv(variable, "other")
+    words = f"(here {variable} is 'other', which leaves sparseprefill out: set {variable}=other,sparseprefill, or unset"
+    refused(invoke(command, server.url), words)
+
+
 @both
 def test_a_server_that_is_not_there(server: Server, command: str) -> None:
     with_nobody = f"{server.url.rpartition(':')[0]}:1"

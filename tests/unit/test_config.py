@@ -158,6 +158,16 @@ def test_unions_within_unions_to_the_last() -> None:
         ({"method": "dense", "union": []}, "the configuration has both method and union"),
         ({1: "dense"}, "the table has the key 1"),
         ({"methd": "dense"}, "methd is unknown; did you mean 'method'"),
+        (
+            {"method": "rowmax", "eps": 0.1},
+            r'eps is a parameter of rowmax: did you mean "parameters": \{"eps": \.\.\.\}\?',
+        ),
+        (
+            {"union": [{"method": "dense"}, {"method": "streaming", "sink": 1 << 99}]},
+            r"union\[1\]\.sink is a parameter of streaming: did you mean",
+        ),
+        ({"method": ["streaming"], "sink": 1}, "sink is unknown"),
+        ({"method": "dense", "sink": 1}, "sink is unknown"),
         ({"method": 3}, "method is 3: give a name"),
         ({"method": "anchor-atention"}, "method: no method is named 'anchor-atention'; did you mean"),
         ({"method": "dense", "name": ""}, "name is '': give a name"),

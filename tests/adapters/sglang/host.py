@@ -127,7 +127,7 @@ def backend(table: str, page: int = 1, dtype: torch.dtype = torch.float32) -> An
         name="m", architecture="M", layers=LAYERS, heads=HEADS, kv_heads=KV_HEADS, head_dim=SIZE, digest="d"
     )
     runtime = Runtime.made(given(table), Model(whole, whole, "M", "own", 0), Owner())
-    runtime.last = LAYERS - 1
+    runtime.last, runtime.layers = LAYERS - 1, LAYERS
     known.tell(runtime)
     host: Any = Backend(runner)
     host.__class__ = prefilling(Backend)

@@ -189,6 +189,19 @@ def test_a_last_chunk_that_is_too_short_ends_a_prefill_too() -> None:
         assert going == host.sparse.runtime.requests.names
 
 
+def test_a_chunk_is_counted_when_its_last_layer_is_through() -> None:
+    """Not by time, nor with the next step: after a prompt there may be none for long."""
+    host = backend(FULL)
+    given, summary = batch(host, [(Req("a", 40), 0, 40)]), host.sparse.runtime.tally.summary
+    host.init_forward_metadata(given)
+    for index, said in ((0, ""), (1, "1 sparse, 0 dense, density not measured")):
+        host.forward_extend(
+            torch.randn(40, HEADS * SIZE), *torch.randn(2, 40, KV_HEADS, SIZE), radix_layer(index), given
+        )
+        assert said in str(summary.line() or "")
+        assert bool(said) == all(chunk.settled for chunk in host.sparse.runtime.chunks)
+
+
 def test_a_request_that_is_gone_leaves_nothing() -> None:
     host = backend(FULL)
     request = Req("a", 90)

@@ -85,6 +85,7 @@ JOBS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "wrong": ("qwen3", {"table": {"method": "bfla", "tail": -1}, "turns": []}),
+    "wrong layers": ("qwen3", {"table": {"method": "bfla", "layers": [99]}, "turns": []}),
 }  # fmt: skip
 Ask = Callable[[str], dict[str, Any]]
 
@@ -191,5 +192,14 @@ def test_two_processes_with_half_of_the_heads_each(ask: Ask) -> None:
     assert {"sparse"} == {layer["mode"] for layer in report["layers"]}
 
 
-def test_a_server_with_wrong_options_does_not_start(ask: Ask) -> None:
-    assert "sparseprefill.tail is -1: pass an integer from 0 to" in ask("wrong")["failed"]
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("wrong", "sparseprefill.tail is -1: pass an integer from 0 to"),
+        ("wrong layers", "sparseprefill.layers names 99: Qwen3ForCausalLM has"),
+    ],
+)
+def test_a_server_with_wrong_options_does_not_start(ask: Ask, name: str, said: str) -> None:
+    log = ask(name)["failed"]
+    assert said in log
+    assert "Load weight begin" not in log

@@ -4,8 +4,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -14,10 +17,12 @@ import pytest
 import torch
 from sparseprefill.adapters.sglang import known, plugin
 from sparseprefill.adapters.sglang.backend import make
+from sparseprefill.adapters.sglang.hooks import HOOKS, REQUESTS, missing
 from sparseprefill.adapters.sglang.narrow import Rows
 from sparseprefill.adapters.sglang.options import VARIABLE, given
 from sparseprefill.adapters.sglang.pages import pages_of, scale_of, table_of
-from sparseprefill.adapters.sglang.runtime import make_runtime
+from sparseprefill.adapters.sglang.runtime import check_model, make_runtime
+from sparseprefill.adapters.sglang.start import check
 
 import sparseprefill as sp
 from sparseprefill.errors import AttachError
@@ -37,6 +42,14 @@ def test_the_table_stands_in_the_variable_or_in_a_file(tmp_path: Path, monkeypat
     [
         ("", 'no method: set SPARSEPREFILL_SGLANG=\'{"method": "bfla"}\''),
         ("{", "SPARSEPREFILL_SGLANG is '{': is not JSON"),
+        (
+            '{"sparseprefill": {"method": "bfla"}}',
+            "SPARSEPREFILL_SGLANG has the key 'sparseprefill': that is vLLM's form; give what stands inside of it",
+        ),
+        (
+            '{"sparsprefill": {"method": "bfla"}}',
+            "SPARSEPREFILL_SGLANG has the key 'sparsprefill': that is vLLM's form",
+        ),
         ("nowhere.json", "is 'nowhere.json': No such file or directory; give a table in JSON, or the path"),
         ('{"methud": "bfla"}', "sparseprefill.methud is unknown; did you mean 'method'?"),
         (
@@ -53,46 +66,137 @@ def test_wrong_options_are_named(text: str, said: str) -> None:
     assert said in str(error.value)
 
 
+def test_a_variable_of_nearly_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setenv("SPARSEPREFIL_SGLANG", "{}")
+    with pytest.raises(sp.ParameterError, match="SPARSEPREFIL_SGLANG is set, did you mean SPARSEPREFILL_SGLANG"):
+        given()
+
+
 def test_a_model_with_latent_attention_is_refused_by_name() -> None:
     runner: Any = SimpleNamespace(use_mla_backend=True, model_config=SimpleNamespace(model_path="DeepSeek"))
-    with pytest.raises(AttachError, match=r"MLA.* has its own backends: use one of SGLang's for DeepSeek"):
-        make_runtime(runner, given('{"method": "streaming"}'), "fa3")
+    for made in (make_runtime, check_model):
+        with pytest.raises(AttachError, match=r"MLA.* has its own backends: use one of SGLang's for DeepSeek"):
+            made(runner, given('{"method": "streaming"}'), "fa3")
+
+
+def hooked(original: Any, hook: Any, of_another: bool = False) -> Any:
+    """As SGLang's registry wraps a method; by another plugin as well."""
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        hook(*args, **kwargs)
+        return original(*args, **kwargs)
+
+    return hooked(wrapper, print) if of_another else wrapper
+
+
+class Host:
+    """As much of SGLang as the backend's factory asks for. without: the targets of hooks that were not applied."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, graph: str = "disabled", without: Sequence[str] = ()) -> None:
+        prefill = SimpleNamespace(prefill=SimpleNamespace(backend=graph))
+        config = SimpleNamespace(graph=SimpleNamespace(cuda_graph_config=prefill))
+        srt = "sglang.srt"
+        fakes: dict[str, dict[str, Any]] = {
+            f"{srt}.layers.attention.attention_registry": {
+                "ATTENTION_BACKENDS": {"fa3": lambda _: "SGLang's", "sparseprefill": None}
+            },
+            f"{srt}.runtime_context": {"get_exec": lambda: config},
+            f"{srt}.model_executor.model_runner_components.attention_backend_setup": {
+                "resolve_attention_backend_strs": lambda model_runner: SimpleNamespace(decode=model_runner.decoding)
+            },
+        }
+        for hook in HOOKS:
+            path, name, method = hook.target.rsplit(".", 2)
+            plain = lambda *_: None  # noqa: E731
+            made = plain if hook.target in without else hooked(plain, hook.call, of_another=True)
+            fakes[path] = {name: type(name, (), {method: made})}
+        packages = {path.rsplit(".", n)[0] for path in fakes for n in range(1, path.count(".") + 1)}
+        for path, content in [*((one, {}) for one in packages if one not in fakes), *fakes.items()]:
+            module: Any = ModuleType(path)
+            module.__dict__.update(content, __path__=[])
+            monkeypatch.setitem(sys.modules, path, module)
+        monkeypatch.setenv(VARIABLE, json.dumps({"method": "streaming"}))
 
 
 @pytest.mark.parametrize(
-    ("decoding", "graph", "hooked", "said"),
+    ("decoding", "graph", "said"),
     [
-        ("sparseprefill", "disabled", True, "is 'sparseprefill': pass one of SGLang's own by --decode-attention-"),
-        ("fa9", "disabled", True, "is 'fa9': pass one of SGLang's own by"),
-        ("fa3", "full", True, "--cuda-graph-backend-prefill is 'full', whose graphs record attention: use"),
-        ("fa3", "disabled", False, "SGLang did not apply the hook on Req.__init__"),
+        ("sparseprefill", "disabled", "is 'sparseprefill': pass one of SGLang's own by --decode-attention-"),
+        ("fa9", "disabled", "is 'fa9': pass one of SGLang's own by"),
+        ("fa3", "full", "--cuda-graph-backend-prefill is 'full', whose graphs record attention: use"),
     ],
 )
 def test_what_cannot_be_is_refused_at_start(
-    decoding: str, graph: str, hooked: bool, said: str, monkeypatch: pytest.MonkeyPatch
+    decoding: str, graph: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Req:
-        def __init__(self) -> None:
-            """As SGLang's."""
-
-    if hooked:
-        Req.__init__.__wrapped__ = None  # type: ignore[attr-defined]
-    config = SimpleNamespace(
-        graph=SimpleNamespace(cuda_graph_config=SimpleNamespace(prefill=SimpleNamespace(backend=graph)))
+    Host(monkeypatch, graph)
+    args = SimpleNamespace(prefill_attention_backend="sparseprefill")
+    runner = SimpleNamespace(
+        decode_attention_backend_str=decoding, decoding=decoding, server_args=args, is_draft_worker=False
     )
-    fakes = {
-        "sglang.srt.layers.attention.attention_registry": {"ATTENTION_BACKENDS": {"fa3": None, "sparseprefill": None}},
-        "sglang.srt.managers.schedule_batch": {"Req": Req},
-        "sglang.srt.runtime_context": {"get_exec": lambda: config},
-    }
-    for path, content in fakes.items():
-        module: Any = ModuleType(path)
-        module.__dict__.update(content)
-        monkeypatch.setitem(sys.modules, path, module)
-    monkeypatch.setenv(VARIABLE, json.dumps({"method": "streaming"}))
-    with pytest.raises(AttachError) as error:
-        make(SimpleNamespace(decode_attention_backend_str=decoding))
+    for start in (make, check):  # when the backend is made, and ahead of the weights
+        with pytest.raises(AttachError) as error:
+            start(runner)
+        assert said in str(error.value)
+
+
+def test_hooks_that_sglang_did_not_apply_are_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = SimpleNamespace(decode_attention_backend_str="fa3", is_draft_worker=True)
+    Host(monkeypatch)
+    assert "SGLang's" == make(runner)
+    assert "hook" not in caplog.text
+    for hook in HOOKS:
+        Host(monkeypatch, without=[hook.target])
+        said = f"{hook.without}: SGLang did not apply the hook on {'.'.join(hook.target.split('.')[-2:])}"
+        caplog.clear()
+        if hook is REQUESTS:
+            with pytest.raises(AttachError, match=re.escape(said)):
+                make(runner)
+        else:
+            make(runner)
+            assert [f"sparseprefill: {said}"] == [one.message for one in caplog.records if "hook" in one.message]
+    monkeypatch.setitem(sys.modules, "sglang.srt.managers.scheduler", None)
+    assert "Scheduler" in "".join(hook.target for hook in missing()), "one whose place is not there"
+
+
+MODEL = {
+    "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "model_type": "llama", "architectures": ["M"]
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ({"method": "streeming"}, "sparseprefill.method: no method is named 'streeming'"),
+        ({"method": "streaming", "tial": 3}, "sparseprefill.tial is unknown; did you mean 'tail'"),
+        ({"method": "streaming", "layers": [2]}, "sparseprefill.layers names 2: M has 2 layers"),
+        ({"method": "streaming", "parameters": {"sink": -1}}, "sparseprefill.parameters.sink is -1"),
+        ({"profile": "nowhere.json"}, "sparseprefill.profile is 'nowhere.json'"),
+        ({"method": "streaming"}, None),
+    ],
+)
+def test_wrong_options_end_the_start_ahead_of_the_weights(
+    table: dict[str, Any], said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The runner has no model yet."""
+    Host(monkeypatch)
+    monkeypatch.setenv(VARIABLE, json.dumps(table))
+    text = SimpleNamespace(**MODEL)
+    model = SimpleNamespace(hf_config=text, hf_text_config=text, model_path="m")
+    args = SimpleNamespace(prefill_attention_backend="sparseprefill", model_path="m")
+    given = {"use_mla_backend": False, "model_config": model, "decoding": "fa3"}
+    if said is None:
+        check(SimpleNamespace(**given, server_args=args, is_draft_worker=False))
+        return
+    with pytest.raises(sp.SparsePrefillError) as error:
+        check(SimpleNamespace(**given, server_args=args, is_draft_worker=False))
     assert said in str(error.value)
+    check(SimpleNamespace(**given, server_args=args, is_draft_worker=True))
+    check(SimpleNamespace(**given, server_args=SimpleNamespace(attention_backend="fa3"), is_draft_worker=False))
 
 
 def test_where_the_backend_is_not_selected_requests_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,6 +306,7 @@ def test_registration(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapture
         "sglang.srt.managers.schedule_batch.Req.__init__": "after",
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request": "before",
         "sglang.srt.managers.scheduler.Scheduler.get_internal_state": "after",
+        "sglang.srt.model_executor.model_runner.ModelRunner.load_model": "before",
     } == host.hooks
     assert not caplog.text
 

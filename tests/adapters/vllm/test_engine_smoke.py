@@ -90,6 +90,7 @@ def test_this_vllms_metadata_are_known(answers: dict[str, Any]) -> None:
 
 def test_the_summary_is_logged(answers: dict[str, Any]) -> None:
     assert "sparseprefill: prefill chunks of the last " in answers["log"]
+    assert "no layer can run sparse" not in answers["log"], "a step that is under way is none of a line"
     # How chunks fall into lines is the clock's: a chunk of the warm-up may share one.
     assert re.search(r"[1-9]\d* sparse, \d+ dense[^\n]*, mean density 0\.\d{3}", answers["log"])
     counters = answers["full"]["state"]["counters"]

@@ -18,6 +18,7 @@ from sparseprefill.adapters.serving.model import Model
 from sparseprefill.adapters.serving.parts import Part
 from sparseprefill.adapters.serving.runtime import ENDLESS
 from sparseprefill.adapters.serving.tally import NUMBER, Tally
+from sparseprefill.adapters.serving.tally import Owner as Whose
 from sparseprefill.adapters.session.session import Session
 from sparseprefill.adapters.vllm import runtime as module
 from sparseprefill.adapters.vllm.names import DEAF, HALVES, SILENT, UNNAMED, Names, drafting
@@ -483,8 +484,12 @@ def test_strict_refuses_at_start() -> None:
     runtime(strict=True, layers=[0]).expect(dense)
     with pytest.raises(sp.AttachError, match="strict: these layers would stay dense: layer 1: the layer has a sliding"):
         runtime(strict=True).expect(dense)
-    with pytest.raises(sp.ParameterError, match=r"sparseprefill\.layers names 7"):
-        runtime(layers=[7]).expect(dense)
+
+
+def test_layers_that_the_model_has_not_are_refused_ahead_of_its_weights() -> None:
+    mine = runtime(layers=[2, 7])
+    with pytest.raises(sp.ParameterError, match=r"^sparseprefill\.layers names 7: M has 3 layers"):
+        Runtime.made(mine.options, mine.model, Whose())
 
 
 def test_nothing_to_run_sparse_is_said_at_start(caplog: pytest.LogCaptureFixture) -> None:
@@ -541,7 +546,7 @@ def test_engines_of_one_process_have_each_its_state(monkeypatch: pytest.MonkeyPa
     assert second is module.existing(other)
 
 
-def test_a_worker_reports_where_no_layer_came_to_us() -> None:
+def test_a_worker_reports_where_no_layer_came_to_us(monkeypatch: pytest.MonkeyPatch) -> None:
     attention = SimpleNamespace(backend=SimpleNamespace(name="CUSTOM"), backend_per_kind={})
     worker = ReportExtension()
     assert {} == worker.sparseprefill_report()
@@ -549,6 +554,9 @@ def test_a_worker_reports_where_no_layer_came_to_us() -> None:
     config = SimpleNamespace(attention_config=attention, compilation_config=Owner(), model_config=model)
     worker.vllm_config = config  # type: ignore[attr-defined]
     assert NOBODY in worker.sparseprefill_report()["text"]
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    said = "CUSTOM is selected, but VLLM_PLUGINS is 'other', which leaves sparseprefill out"
+    assert said in worker.sparseprefill_report()["text"]
     attention.backend = None
     assert {} == worker.sparseprefill_report()
 

@@ -116,7 +116,7 @@ def test_profiles_of_one_method_are_counted_apart(metrics: dict[str, Metric], mo
     wide = {"method": "streaming", "parameters": {"sink": 16, "window": 32, "block": 16}, "gate": False}
     mine = runtime(monkeypatch, profiles={"wide": wide})
     for served in mine.every:
-        served.tally.chunk(300).settle()
+        served.tally.chunk(300, 300).settle()
         served.session.run(CALL, Prefill())
         served.session.read_recall()
     assert {"0,sparse": [1], "wide: 0,sparse": [1]} == metrics["sparseprefill:prefill_calls"].seen
@@ -127,8 +127,9 @@ def test_profiles_of_one_method_are_counted_apart(metrics: dict[str, Metric], mo
 
 def test_dense_chunks_tell_their_reason(metrics: dict[str, Metric], monkeypatch: pytest.MonkeyPatch) -> None:
     mine = runtime(monkeypatch)
-    for tokens, why in ((100, "fewer than 128 tokens"), (90, "fewer than 256 tokens"), (500, "other"), (700, None)):
-        mine.tally.settle(tokens, why)
+    for tokens, why in ((100, "fewer than 128 tokens"), (90, "fewer than 256 tokens"), (500, "other")):
+        mine.tally.dense(tokens, why)
+    mine.tally.sparse(700, 900, 3)
     assert {"fewer than N tokens": [1, 1], "other": [1]} == metrics["sparseprefill:dense_chunks"].seen
     assert {"dense": [1] * 3, "sparse": [1]} == metrics["sparseprefill:prefill_chunks"].seen
 

@@ -15,10 +15,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from sparseprefill.adapters.serving import runtime as serving
+from sparseprefill.adapters.serving.attend import run
+from sparseprefill.adapters.serving.layer import Layer
 from sparseprefill.adapters.serving.runtime import NO_PROFILE
-from sparseprefill.adapters.serving.summary import Summary, every
+from sparseprefill.adapters.serving.summary import MOST_WAITING, Kind, Summary, every
 from sparseprefill.adapters.serving.tally import METRICS, OWNER, PREFIX, Served, Tally
+from sparseprefill.adapters.serving.tally import Owner as Whose
 from sparseprefill.adapters.session.session import Session
 from sparseprefill.adapters.vllm.plan import plan
 from sparseprefill.adapters.vllm.runtime import UNSEEN, Runtime, interval_of_host
@@ -44,10 +48,13 @@ def test_the_line_says_what_was_done_since_the_last() -> None:
     clock = Clock()
     summary = Summary(clock)
     assert summary.line() is None
-    for reason in (None, None, "fewer than 128 tokens", "fewer than 128 tokens", "too small"):
-        summary.add(1000, reason)
+    one = Kind("", 4000)
     for density in (0.1, 0.3):
-        summary.densities(density)
+        summary.density(one, density)
+    for _ in range(2):
+        summary.sparse(1000, one, 1)
+    for reason in ("fewer than 128 tokens", "fewer than 128 tokens", "too small"):
+        summary.dense(1000, reason)
     clock.now += 10
     assert summary.line() == (
         "prefill chunks of the last 10 s: 2 sparse, 3 dense (2x fewer than 128 tokens), mean density 0.200, "
@@ -55,9 +62,53 @@ def test_the_line_says_what_was_done_since_the_last() -> None:
     )
     assert summary.line() is None, "told"
     clock.now += 30
-    summary.add(600, None)
-    text = "prefill chunks of the last 30 s: 1 sparse, 0 dense, mean density 0.200 (measured before), 20.0 tokens/s"
+    summary.sparse(600, one, 2)
+    text = "prefill chunks of the last 30 s: 1 sparse, 0 dense, density not measured, 20.0 tokens/s"
     assert f"{text} of prefill" == summary.line()
+
+
+# Calls that are measured (profile, keys, density), chunks that are counted (profile, keys, calls), and what is said.
+SAID: list[tuple[list[tuple[str, int, float]], list[tuple[str, int, int]], str]] = [
+    ([("", 200, 1.0)], [("", 4096, 6)] * 27, "27 sparse, 0 dense, density not measured"),
+    ([("", 200, 1.0)], [("", 200, 1), *[("", 4096, 1)] * 3], "mean density 1.000 (1 of 4 calls measured)"),
+    ([("", 200, 0.5)], [("careful", 200, 6)], "1 sparse, 0 dense, profile careful: density not measured"),
+    ([("careful", 200, 0.5)], [("", 200, 6)], "1 sparse, 0 dense, density not measured"),
+    (
+        [("", 200, 0.5), ("", 200, 0.7), ("careful", 200, 0.9)],
+        [("careful", 200, 2), ("", 200, 2)],
+        "2 sparse, 0 dense, mean density 0.600, profile careful: mean density 0.900 (1 of 2 calls measured)",
+    ),
+    ([("", 200, 0.5)] * 7, [("", 200, 6)], "1 sparse, 0 dense, mean density 0.500, "),
+    ([("", 200, 0.5)] * 2, [("", 200, 1), ("", 200, 1)], "2 sparse, 0 dense, mean density 0.500, "),
+]
+
+
+@pytest.mark.parametrize(("measured", "chunks", "said"), SAID)
+def test_a_density_is_told_of_the_calls_that_it_was_measured_on(
+    measured: list[tuple[str, int, float]], chunks: list[tuple[str, int, int]], said: str
+) -> None:
+    summary = Summary(Clock())
+    for profile, keys, density in measured:
+        summary.density(Kind(profile, keys), density)
+    for profile, keys, calls in chunks:
+        summary.sparse(10, Kind(profile, keys), calls)
+    assert said in str(summary.line())
+
+
+def test_densities_wait_for_their_chunk() -> None:
+    """Those of a step that is longer than a line's time; not of ever more kinds."""
+    summary, one = Summary(Clock()), Kind("", 1)
+    for _ in range(2):
+        summary.density(one, 0.25)
+        summary.dense(10, "short")
+        assert "density" not in str(summary.line())
+    summary.sparse(10, one, 2)
+    assert "mean density 0.250," in str(summary.line())
+    summary.density(one, 0.25)
+    for keys in range(MOST_WAITING):
+        summary.density(Kind("", 2 + keys), 0.5)
+    summary.sparse(10, one, 1)
+    assert "density not measured" in str(summary.line())
 
 
 @pytest.mark.parametrize(("given", "seconds"), [(None, 10), ("2.5", 2.5), ("0", 10), ("-3", 10), ("often", 10)])
@@ -137,8 +188,11 @@ def test_metrics_that_a_server_cannot_show_are_said_to_be_so(
 class Told(Tally):
     """Keeps what chunks were settled as."""
 
-    def settle(self, tokens: int, reason: str | None) -> None:
+    def dense(self, tokens: int, reason: str) -> None:
         SETTLED.append((tokens, reason))
+
+    def sparse(self, tokens: int, keys: int, calls: int) -> None:
+        SETTLED.append((tokens, None))
 
 
 SETTLED: list[tuple[int, str | None]] = []
@@ -164,18 +218,90 @@ def test_a_chunk_is_counted_once_when_its_step_is_over(mine: Runtime) -> None:
     assert first is not None
     assert second is not None
     first.reasons["a layer that cannot"] += 1
-    first.sparse = True
+    first.sparse = 1
     second.reasons.update({"one layer": 1, "two layers": 2})
     assert [(3, "fewer than 8 tokens")] == SETTLED
     plan(mine, common([1], [21], [False]), stock)
     assert [(20, None), (20, "two layers")] == SETTLED[1:]
     plan(mine, common([20], [20], [True]), stock)
-    mine.tell()
+    for _ in range(3):
+        mine.tell()
     assert 3 == len(SETTLED), "it may be under way"
-    mine.tell()
-    assert (20, "no layer can run sparse") == SETTLED[3]
-    mine.tell()
-    assert 4 == len(SETTLED)
+    plan(mine, common([1], [21], [False]), stock)
+    assert [(20, "no layer can run sparse")] == SETTLED[3:]
+
+
+def step(mine: Runtime, parts: Any, layer: int, reason: str | None = None) -> None:
+    """One layer of a step whose requests begin with it."""
+    rows, heads = sum(part.end - part.begin for part in parts), mine.model.identity
+    query, output = torch.randn(rows, heads.heads, heads.head_dim), torch.empty(rows, heads.heads, heads.head_dim)
+
+    def read(part: Any) -> Any:
+        kv = torch.randn(1, heads.kv_heads, part.row.end, heads.head_dim)
+        return kv, kv
+
+    def host(part: Any, rows: torch.Tensor, out: torch.Tensor) -> None:
+        out.zero_()
+
+    run(mine, Layer(layer, 1.0, None, None, reason), parts, query, output, read, host, slow=False)
+
+
+def lines(mine: Runtime, caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What the summary says now."""
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="sparseprefill"):
+        mine.tell()
+    return [re.sub(r", [0-9.]+ tokens/s.*", "", one.message.partition(" s: ")[2]) for one in caplog.records]
+
+
+def test_no_time_ends_a_step_that_is_under_way(caplog: pytest.LogCaptureFixture) -> None:
+    """Of three layers in two groups; the summary is due before the first, between them, and twice behind them."""
+    given = runtime(gate=False)
+    mine = Runtime.made(given.options, given.model, Whose())
+    mine.names = given.names
+    for turn in range(2):
+        batch = common([20, 20], [20, 20], [True, True])
+        parts, others = (plan(mine, batch, stock, layers) for layers in (2, 1))
+        for layer in range(3):
+            assert [] == [*lines(mine, caplog), *lines(mine, caplog)], "it is under way"
+            step(mine, others if layer == 1 else parts, layer, "why" if layer == 2 else None)
+        said = "mean density 1.000 (2 of 4 calls measured)" if turn == 0 else "density not measured"
+        assert [f"2 sparse, 0 dense, {said}"] == lines(mine, caplog), "without another step"
+        assert [] == lines(mine, caplog)
+    plan(mine, common([1], [21], [False]), stock)
+    assert [] == lines(mine, caplog), "counted once"
+
+
+def test_a_step_that_runs_dense_is_over_with_its_last_layer_too(caplog: pytest.LogCaptureFixture) -> None:
+    mine = runtime(layers=[7])
+    parts = plan(mine, common([20], [20], [True]), stock, 2)
+    for layer in range(2):
+        assert [] == lines(mine, caplog)
+        step(mine, parts, layer)
+    assert ["0 sparse, 1 dense (1x not among the chosen layers)"] == lines(mine, caplog)
+
+
+def test_what_is_meant_to_run_dense_is_no_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Short chunks, requests that are switched off, the gate, and layers that were not chosen; all are counted."""
+    monkeypatch.delenv("SPARSEPREFILL_BREAKEVEN")
+    given = runtime(method="flexprefill", layers=[0, 1])
+    mine = Runtime.made(given.options, given.model, Whose())
+    host = RunnerV1(mine, "a", "b", "c")
+    host.requests = {"a": asking("off"), "b": NOTHING, "c": NOTHING}
+    with caplog.at_level(logging.WARNING):
+        for reason, warned in ((None, 0), ("why", 1), ("why", 1), ("another", 2)):
+            parts = plan(mine, common([20, 3, 20], [20, 3, 20], [True] * 3), stock)
+            for layer in (0, 2):
+                step(mine, parts, layer, reason)
+            assert warned == len([one for one in caplog.records if "runs dense" in one.message])
+    reasons = [set(layer.reasons) for layer in mine.report().layers]
+    assert {"why", "another"} < reasons[0]
+    (gate,) = reasons[0] - {"why", "another"}
+    assert "break" in gate
+    assert {"not among the chosen layers"} == reasons[1]
+    assert mine.report().short_forwards == mine.report().notes["the request asks for it (sparseprefill: off)"] == 4
 
 
 def params(profile: object) -> Any:

@@ -5,10 +5,13 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import json
 import logging
 import multiprocessing
 import re
 import sys
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -20,22 +23,36 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from sparseprefill.adapters.demo.model import CLUSTERS
+from sparseprefill.adapters.serving.model import Model
 from sparseprefill.adapters.serving.options import MIN_QUERY
 from sparseprefill.adapters.serving.parts import gaps, runs
 from sparseprefill.adapters.serving.requests import Requests, Row
+from sparseprefill.adapters.serving.tally import Owner
 from sparseprefill.adapters.serving.tensor_parallel import LocalRegistry
 from sparseprefill.adapters.session.session import Prefill
+from sparseprefill.adapters.sglang.options import given as given_sglang
 from sparseprefill.adapters.vllm import plugin, register
 from sparseprefill.adapters.vllm.admission import check_apart, install, keep_apart
 from sparseprefill.adapters.vllm.layer import index_of, layer_of
-from sparseprefill.adapters.vllm.options import SCHEDULER, check_chunk, check_grain, check_unread, chunk_end, parse
+from sparseprefill.adapters.vllm.options import (
+    CHUNKLESS,
+    SCHEDULER,
+    check_chunk,
+    check_grain,
+    check_last,
+    check_unread,
+    chunk_end,
+    parse,
+)
 from sparseprefill.adapters.vllm.pages import pages_of
+from sparseprefill.adapters.vllm.runtime import Runtime
 from sparseprefill.adapters.vllm.split import narrow
 from sparseprefill.plugins.share_prefill import TABLE as NEEDED
 
 import sparseprefill as sp
 from sparseprefill.errors import AttachError
 from sparseprefill.pages import Pages
+from sparseprefill.profiles.identity import ModelIdentity
 from sparseprefill.profiles.profile import LengthRange
 from sparseprefill.route import Route
 
@@ -67,12 +84,17 @@ def test_where_rows_may_be_left_out(
     config: dict[str, Any], table: dict[str, Any], able: list[int], said: str | None
 ) -> None:
     wanted = options(method="streaming", skip_unread=True, **table)
+
+    def check(asked: Any) -> None:
+        check_unread(engine_with(**config), asked)
+        check_last(engine_with(**config), asked, 2, able)
+
     if said is None:
-        check_unread(engine_with(**config), wanted, 2, able)
+        check(wanted)
     else:
         with pytest.raises(AttachError, match=re.escape(f"sparseprefill.skip_unread is true, but {said}")):
-            check_unread(engine_with(**config), wanted, 2, able)
-    check_unread(engine_with(**config), options(method="streaming", **table), 2, able)
+            check(wanted)
+    check(options(method="streaming", **table))
 
 
 def test_options_are_read() -> None:
@@ -147,6 +169,51 @@ def test_wrong_options_name_their_key(table: dict[str, Any], words: str) -> None
     with pytest.raises(sp.ParameterError) as caught:
         options(**table)
     assert words in str(caught.value)
+
+
+BOTH = pytest.mark.parametrize("read", [lambda table: options(**table), lambda table: given_sglang(json.dumps(table))])
+PLACES: list[tuple[dict[str, Any], str]] = [
+    (
+        {"method": "rowmax", "eps": 0.1},
+        'sparseprefill.eps is a parameter of rowmax: did you mean "parameters": {"eps": ...}?',
+    ),
+    (
+        {"method": "rowmax", "profiles": {"a": {"method": "streaming", "sink": 64}}},
+        'sparseprefill.profiles.a.sink is a parameter of streaming: did you mean "parameters": {"sink": ...}?',
+    ),
+    (
+        {"union": [{"method": "streaming", "sink": 64}]},
+        'sparseprefill.union[0].sink is a parameter of streaming: did you mean "parameters": {"sink": ...}?',
+    ),
+    ({"method": "streaming", "eps": 0.1}, "sparseprefill.eps is unknown"),
+    ({"profile": "nowhere.json"}, "sparseprefill.profile is 'nowhere.json': No such file"),
+    ({"method": "rowmax", "profile": "nowhere.json"}, "sparseprefill.profile is 'nowhere.json': No such file"),
+    (
+        {"method": "rowmax", "profiles": {"a": {"profile": "nowhere.json"}}},
+        "sparseprefill.profiles.a.profile is 'nowhere.json': No such file",
+    ),
+    ({"config": "nowhere.toml"}, "sparseprefill.config: nowhere.toml: cannot be read: No such file"),
+    (
+        {"method": "rowmax", "profiles": {"a": {"config": "nowhere.json"}}},
+        "sparseprefill.profiles.a.config: nowhere.json: cannot be read: No such file",
+    ),
+    (
+        {"method": "rowmax", "gate": "nowhere.json"},
+        "sparseprefill.gate: break-even table is 'nowhere.json': No such file",
+    ),
+]
+
+
+@BOTH
+@pytest.mark.parametrize(("table", "words"), PLACES)
+def test_what_stands_in_the_wrong_place_or_is_not_there_names_its_key(
+    read: Callable[[dict[str, Any]], Any], table: dict[str, Any], words: str
+) -> None:
+    """Of both servers, whose tables are one."""
+    whole = ModelIdentity(name="m", architecture="M", layers=3, heads=4, kv_heads=2, head_dim=32, digest="d")
+    with pytest.raises(sp.ParameterError) as caught:
+        Runtime.made(read(table), Model(whole, whole, "M", "STOCK", 0), Owner())
+    assert str(caught.value).startswith(words)
 
 
 @pytest.mark.parametrize("additional", [{}, None, {"other": {}}])
@@ -562,6 +629,56 @@ def test_fixed_chunks_need_their_scheduler() -> None:
         assert f"but {shown} cuts prompts by what else is in the batch: add --scheduler-cls {SCHEDULER}" in str(
             caught.value
         )
+
+
+def test_fixed_chunks_need_room_in_a_step() -> None:
+    """Asked ahead of the weights; the scheduler, which is made behind them, asks again."""
+    limits = {"scheduler_cls": SCHEDULER, "max_num_batched_tokens": 512, "max_num_seqs": 200}
+    for chunk, more, room in ((313, {}, None), (314, {}, 313), (115, {"num_speculative_tokens": 1}, 114)):
+        config = SimpleNamespace(scheduler_config=SimpleNamespace(**limits), **more)
+        if room is None:
+            check_chunk(config, options(method="streaming", chunk=chunk))
+            continue
+        with pytest.raises(
+            sp.ParameterError, match=rf"^sparseprefill\.chunk is {chunk}: beside 200 .* room for {room}"
+        ):
+            check_chunk(config, options(method="streaming", chunk=chunk))
+    with pytest.raises(sp.ParameterError, match=re.escape(CHUNKLESS)):
+        check_chunk(SimpleNamespace(scheduler_config=SimpleNamespace(**limits)), options(method="streaming"))
+
+
+def test_fixed_chunks_of_a_server_that_leaves_the_plugin_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU vLLM itself would run without the adapter, and without a word."""
+
+    class Scheduler:
+        num_spec_tokens, max_num_scheduled_tokens, max_num_running_reqs = 0, 512, 2
+        _reserve_prefill_lookahead = None
+
+        def __init__(self, vllm_config: Any) -> None:
+            self.vllm_config = vllm_config
+
+    for name in ("async_scheduler.AsyncScheduler", "scheduler.Scheduler"):
+        module = ModuleType(name)
+        setattr(module, name.partition(".")[2], type(name, (Scheduler,), {}))
+        monkeypatch.setitem(sys.modules, f"vllm.v1.core.sched.{name.partition('.')[0]}", module)
+    monkeypatch.delitem(sys.modules, "sparseprefill.adapters.vllm.scheduler", raising=False)
+    fixed_chunks = importlib.import_module("sparseprefill.adapters.vllm.scheduler").fixed_chunks
+    monkeypatch.delitem(sys.modules, "sparseprefill.adapters.vllm.scheduler")
+    chosen = SimpleNamespace(backend=SimpleNamespace(name="CUSTOM"))
+    config = SimpleNamespace(
+        additional_config={"sparseprefill": {"method": "streaming", "chunk": 128}},
+        attention_config=chosen,
+        scheduler_config=SimpleNamespace(async_scheduling=False),
+        cache_config=SimpleNamespace(enable_prefix_caching=False),
+        speculative_config=None,
+    )
+    monkeypatch.setenv("VLLM_PLUGINS", "other,sparseprefill")
+    fixed_chunks(config)
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    with pytest.raises(AttachError, match="VLLM_PLUGINS is 'other', which leaves sparseprefill out"):
+        fixed_chunks(config)
+    chosen.backend = None
+    fixed_chunks(config)
 
 
 def test_fixed_chunks_keep_to_the_grain() -> None:

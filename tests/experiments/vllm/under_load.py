@@ -204,6 +204,6 @@ def sparse_share(engine: Engine, before: tuple[float, float]) -> float | None:
     runtime = engine.runtime
     if runtime is None:
         return None
-    runtime.settle()  # the last chunk is counted with the next one otherwise
+    runtime.settle()  # a last chunk that not all layers ran is counted with the next one otherwise
     sparse, every = (a - b for a, b in zip(tokens(), before, strict=True))
     return sparse / every if every else None
