@@ -18,6 +18,7 @@ from .drafts import decoding
 from .hooks import install
 from .state import Attachment, Original, weakly
 from .switch import LOCK, Switch, claim
+from .unread import Reader
 
 
 @define(eq=False, repr=False)
@@ -48,7 +49,9 @@ class Handle(Attachment):
             self.original = Original.of(decoder)
             name = register(self.original, self.session.min_query)
             try:
-                self.hooks = self.hooks or install(self, decoder, None if self.last is None else self._model())
+                model = self._model()
+                self.reader = None if self.last is None or model is None else Reader.of(model, decoder)
+                self.hooks = self.hooks or install(self, decoder)
                 switch.take(self, name)
             except BaseException:
                 self.switch = switch

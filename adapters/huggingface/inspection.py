@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -60,6 +61,23 @@ def _branches(owner: type) -> bool:
         return BY_NAME.search(inspect.getsource(owner)) is not None
     except (OSError, TypeError):
         return False  # made in a session without source: the dry run has to tell
+
+
+def configurations(model: torch.nn.Module) -> tuple[PreTrainedConfig, ...]:
+    """Every configuration that a part of the model has, those inside of others included."""
+    found: dict[int, PreTrainedConfig] = {}
+    waiting: list[Any] = [getattr(part, "config", None) for part in (model, *model.modules())]
+    while waiting:
+        config = waiting.pop()
+        if isinstance(config, PreTrainedConfig) and id(config) not in found:
+            found[id(config)] = config
+            waiting += vars(config).values()
+    return tuple(found.values())
+
+
+def asks(configs: Iterable[PreTrainedConfig], *switches: str) -> bool:
+    """Whether one of the configurations has one of the switches on, such as ``output_hidden_states``."""
+    return any(getattr(config, switch, False) for config in configs for switch in switches)
 
 
 def implementations(decoder: PreTrainedModel) -> list[tuple[PreTrainedConfig, str | None]]:

@@ -14,19 +14,24 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextvars import ContextVar
-from typing import Any, ParamSpec, TypeVar, cast
+from types import FrameType
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from attrs import Factory, define, field, frozen
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import QuantizedLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..session.session import Fallback, Prefill, Session
+from .inspection import configurations
 from .masks import MaskFunction
 from .switch import LOCK, Switch, named_before
+
+if TYPE_CHECKING:
+    from .unread import Reader
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -80,7 +85,8 @@ class Attachment:
 
     original: what the host would run. name: under which both functions are registered with transformers. active:
     whether new forwards run through the session; those that began so end so. only: the one thread whose forwards do;
-    None for all. last: the layer whose rows are left out that nobody reads; None for no layer.
+    None for all. last: the layer whose rows are left out that nobody reads; None for no layer. reader: who says which.
+    configs: every configuration of the decoder.
     """
 
     _decoder: weakref.ref[PreTrainedModel] = field(converter=weakly)
@@ -88,6 +94,8 @@ class Attachment:
     only: threading.Thread | None = None
     last: int | None = None
     original: Original = field(init=False)
+    reader: Reader | None = field(default=None, init=False)
+    configs: tuple[PreTrainedConfig, ...] = field(default=(), init=False)
     _modules: weakref.WeakSet[torch.nn.Module] = field(factory=weakref.WeakSet, init=False)
     name: str = field(default="", init=False)
     active: bool = field(default=False, init=False)
@@ -132,6 +140,7 @@ class Attachment:
         decoder = self.decoder
         if decoder is not None:
             self._modules = weakref.WeakSet(decoder.modules())
+            self.configs = configurations(decoder)
         self.name, self.switch, self.active = name, switch, True
         self._told.clear()
         _bound = (*(ref for ref in _bound if ref() not in (None, self)), weakref.ref(self))
@@ -145,6 +154,7 @@ class Attachment:
 
     def enter(self, forward: Forward) -> None:
         """A forward of this thread begins; as the host's own, if it does not go through the session."""
+        forward.framed = any(_frames(self.decoder))
         with LOCK:
             self._forget_lost(running=1)
             forward.stock = forward.stock or not self.serves
@@ -184,11 +194,17 @@ class Attachment:
         here = threading.current_thread()
         lost = [forward for forward in self._forwards if not forward.thread.is_alive()]
         mine = [forward for forward in self._forwards if forward.thread is here]
-        if mine and _running(self.decoder) <= running:
+        if mine and sum(_frames(self.decoder)) <= running:
             lost += mine
         for forward in lost:
-            forward.over, forward.cache = True, None
+            self.lose(forward)
+
+    def lose(self, forward: Forward) -> None:
+        """A forward has ended, though no hook told so."""
+        forward.over, forward.cache = True, None
+        with LOCK:
             self._forwards.discard(forward)
+            self._settle()
 
 
 @frozen(eq=False)
@@ -208,6 +224,7 @@ class Forward:
     session at all. aside: it may go through another's. draft: its last tokens that are a draft, and no part of the
     prompt before them, which ends where `progress` says. read: how many last rows are read; None for all. small: what
     the gate left to the host, by sizes. seen: layers that called the attention function. over: it has ended.
+    framed: the decoder was found on the stack as it began, and so must be until it ends.
     """
 
     owner: Attachment
@@ -222,7 +239,14 @@ class Forward:
     seen: set[int] = field(factory=set, init=False)
     over: bool = field(default=False, init=False)
     outer: Forward | None = field(default=None, init=False)
+    framed: bool = field(default=False, init=False)
     thread: threading.Thread = field(factory=threading.current_thread, init=False)
+
+    @property
+    def lost(self) -> bool:
+        """Whether it has ended, though no hook told so: torch calls none after a KeyboardInterrupt."""
+        here = self.framed and self.thread is threading.current_thread()
+        return here and not any(_frames(self.owner.decoder))
 
 
 class Requests:
@@ -304,19 +328,20 @@ def is_stock() -> bool:
 def _open() -> Iterator[Forward]:
     forward = _current.get()
     while forward is not None:
+        if not forward.over and forward.lost:
+            forward.owner.lose(forward)
         if not forward.over:
             yield forward
         forward = forward.outer
 
 
-def _running(decoder: torch.nn.Module | None) -> int:
-    """How many forwards of the decoder are on this thread's stack."""
-    frame, count = sys._getframe(), 0
-    while frame.f_back is not None:
-        frame = frame.f_back
+def _frames(decoder: torch.nn.Module | None) -> Iterator[bool]:
+    """True for each forward of the decoder on this thread's stack, the innermost first."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
         if frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is decoder:
-            count += 1
-    return count
+            yield True
+        frame = frame.f_back
 
 
 def past_length(cache: Any) -> int:
