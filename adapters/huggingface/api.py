@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     import torch
 
     from .handle import Handle
+
+log = logging.getLogger(__name__)
 
 
 def attach(
@@ -120,6 +123,10 @@ def attach(
         if strict:
             _check_strict(session, findings.dense)
         session.start(type(model).__name__, findings.kinds, windows=findings.windows, trained=trained_length(decoder))
+        if findings.note:
+            session.note(findings.note)
+        if findings.alone:
+            log.warning("%s: %s", route.name, findings.note)
         if findings.repeated:
             session.note("layer indices repeat within a forward: methods that remember by layer mix them up")
     last = None

@@ -24,15 +24,33 @@ def find_decoder(model: object) -> PreTrainedModel:
         raise AttachError(f"{type(model).__name__} is not a torch module: pass a transformers model")
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise AttachError(f"{type(model).__name__} is an encoder-decoder: only decoders prefill causally")
-    found: list[Any] = [getattr(model, "base_model", None), model]
+    base = getattr(model, "base_model", None)
+    found = [_decoder(model), _decoder(base), base, model]
+    decoder = next((one for one in found if isinstance(one, PreTrainedModel)), None)
+    if decoder is not None:
+        return decoder
+    inside = _outermost(model)
+    if len(inside) > 1:
+        shown = ", ".join(type(one).__name__ for one in inside)
+        raise AttachError(f"{type(model).__name__} holds several transformers models ({shown}): attach one of them")
+    if not inside:
+        raise AttachError(f"{type(model).__name__} holds no transformers decoder (PreTrainedModel)")
+    return find_decoder(inside[0])
+
+
+def _decoder(model: object) -> Any:
     get = getattr(model, "get_decoder", None)
     if callable(get):
         with suppress(AttributeError, NotImplementedError):  # best effort in transformers, too
-            found.insert(0, get())
-    decoder = next((one for one in found if isinstance(one, PreTrainedModel)), None)
-    if decoder is None:
-        raise AttachError(f"{type(model).__name__} holds no transformers decoder (PreTrainedModel)")
-    return decoder
+            return get()
+    return None
+
+
+def _outermost(module: torch.nn.Module) -> list[PreTrainedModel]:
+    """Transformers models somewhere in a module, without those inside of others."""
+    if isinstance(module, PreTrainedModel):
+        return [module]
+    return [one for child in module.children() for one in _outermost(child)]
 
 
 def check(decoder: PreTrainedModel, prefix: str) -> None:

@@ -26,8 +26,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..session.session import Fallback, Prefill, Session
-from .inspection import configurations
-from .masks import MaskFunction
+from .inspection import configurations, trained_length
+from .masks import Compact, MaskFunction
 from .switch import LOCK, Switch, named_before
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class Attachment:
     original: what the host would run. name: under which both functions are registered with transformers. active:
     whether new forwards run through the session; those that began so end so. only: the one thread whose forwards do;
     None for all. last: the layer whose rows are left out that nobody reads; None for no layer. reader: who says which.
-    configs: every configuration of the decoder.
+    configs: every configuration of the decoder. trained: tokens that it was made for, where it says so.
     """
 
     _decoder: weakref.ref[PreTrainedModel] = field(converter=weakly)
@@ -96,6 +96,7 @@ class Attachment:
     original: Original = field(init=False)
     reader: Reader | None = field(default=None, init=False)
     configs: tuple[PreTrainedConfig, ...] = field(default=(), init=False)
+    trained: int | None = field(default=None, init=False)
     _modules: weakref.WeakSet[torch.nn.Module] = field(factory=weakref.WeakSet, init=False)
     name: str = field(default="", init=False)
     active: bool = field(default=False, init=False)
@@ -130,6 +131,10 @@ class Attachment:
         with LOCK:
             self._modules.add(module)
 
+    def sees_all(self, mask: Compact) -> bool:
+        """Whether a sliding window is none: as wide as all that the model was made for, and as the keys that it has."""
+        return self.trained is not None and mask.window is not None and mask.window >= max(self.trained, mask.used)
+
     def is_decoder(self, module: torch.nn.Module) -> bool:
         """Whether a hook speaks of the attached decoder, and not of a shallow copy of it."""
         return module is self._decoder()
@@ -140,7 +145,7 @@ class Attachment:
         decoder = self.decoder
         if decoder is not None:
             self._modules = weakref.WeakSet(decoder.modules())
-            self.configs = configurations(decoder)
+            self.configs, self.trained = configurations(decoder), trained_length(decoder)
         self.name, self.switch, self.active = name, switch, True
         self._told.clear()
         _bound = (*(ref for ref in _bound if ref() not in (None, self)), weakref.ref(self))
