@@ -114,6 +114,8 @@ def _met(module: torch.nn.Module) -> Forward | None:
         forward.owner.tell(f"the attention of layer {layer_of(module)} {REPLACED}")
     if forward is None and (other := sharing(module)) is not None:
         other.session.note(SHARED)
+        if other.has_another_decoder(module):
+            other.session.forbid([layer_of(module)], SHARED)
     return forward
 
 
@@ -155,7 +157,7 @@ def _output(
     layer, session = layer_of(module), attached.session
     shape = (query.shape[0], query.shape[2], key.shape[2])
     if forward is None:
-        if session.strict:  # a forward that began before attaching is none that `strict` speaks of
+        if session.strict and attached.runs:  # it began before attaching: `strict` does not speak of it
             session.note(f"layer {layer} {OUTSIDE}")
         else:
             session.decline(layer, OUTSIDE, shape)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Self
 
-import torch
 from attrs import Factory, define, field
 
 from sparseprefill.errors import AttachError
@@ -16,7 +14,7 @@ from ..session.report import Report
 from .attention import register
 from .drafts import decoding
 from .hooks import install
-from .state import Attachment, Original, weakly
+from .state import Attachment, Original
 from .switch import LOCK, Switch, claim
 from .unread import Reader
 
@@ -29,8 +27,7 @@ class Handle(Attachment):
     the model's attention while it is attached. active: whether it is.
     """
 
-    _model: weakref.ref[torch.nn.Module] = field(converter=weakly, kw_only=True, alias="model")
-    _host: str = field(default=Factory(lambda self: type(self._model()).__name__, takes_self=True), init=False)
+    _host: str = field(default=Factory(lambda self: type(self.model).__name__, takes_self=True), init=False)
 
     def bind(self) -> None:
         """Hook the decoder and switch it, so that its next forwards run through the pipeline; nothing if they do.
@@ -49,7 +46,7 @@ class Handle(Attachment):
             self.original = Original.of(decoder)
             name = register(self.original, self.session.min_query)
             try:
-                model = self._model()
+                model = self.model
                 self.reader = None if self.last is None or model is None else Reader.of(model, decoder)
                 self.hooks = self.hooks or install(self, decoder)
                 switch.take(self, name)

@@ -18,8 +18,10 @@ from .state import Attachment, Forward, Progress, Requests, eagerly, is_steady, 
 EXPORT = "the model is exported or traced: what comes of that is the stock model"
 UNREACHED = (
     "did not reach the method in a forward in which others did: its module was replaced by one with a configuration or "
-    "an attention of its own, it was skipped, or another implementation was set meanwhile"
+    "an attention of its own, or another implementation was set meanwhile"
 )
+EARLY = "the forward ended behind layer {last}: layers {first} to {end} did not run (early exit, or layers taken out)"
+SKIPPED = "layer {layer} did not run in a forward in which later ones did: it was skipped"
 DRAFT = "a draft was checked: that is decoding, however many tokens it has"
 NOWHERE = Progress(Prefill(), 0, 0)
 """The progress of a forward that does not go through the session."""
@@ -127,13 +129,27 @@ def _close(attached: Attachment, requests: Requests, module: torch.nn.Module, ou
     if forward is None or forward.stock or output is None:
         return
     if forward.seen and forward.dense is None:
-        for layer in attached.session.missing(forward.seen):
-            attached.tell(f"layer {layer} {UNREACHED}")
+        _tell_missing(attached, forward.seen)
     cache = forward.cache
     if cache is None:
         cache = _made(output)
     if cache is not None:
         requests.keep(cache, forward.progress)
+
+
+def _tell_missing(attached: Attachment, seen: set[int]) -> None:
+    """Layers that did not call the attention function: they did not run, or something else ran in their place."""
+    missing, last = attached.session.missing(seen), max(seen)
+    left = [layer for layer in missing if attached.left(layer)]
+    behind = [layer for layer in left if layer > last]
+    if behind:
+        attached.session.note(EARLY.format(last=last, first=behind[0], end=behind[-1]))
+    for layer in left:
+        if layer < last:
+            attached.session.note(SKIPPED.format(layer=layer))
+    for layer in missing:
+        if layer not in left:
+            attached.refuse([layer], f"layer {layer} {UNREACHED}")
 
 
 def _made(output: Any) -> Any:
@@ -158,7 +174,8 @@ def _overruled(attached: Attachment, decoder: Any) -> bool:
     name = decoder.config._attn_implementation
     if name == attached.name:
         return False
-    attached.tell(f"the model was set to {name!r} after it was attached: such forwards run without the method")
+    every = attached.session.missing(set())
+    attached.refuse(every, f"the model was set to {name!r} after it was attached: such forwards run without the method")
     return True
 
 

@@ -12,7 +12,7 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextvars import ContextVar
 from types import FrameType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
@@ -25,6 +25,7 @@ from transformers.cache_utils import QuantizedLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..session.kinds import Kinds
 from ..session.session import Fallback, Prefill, Session
 from .inspection import configurations, trained_length
 from .masks import Compact, MaskFunction
@@ -79,6 +80,47 @@ def weakly(module: torch.nn.Module) -> weakref.ref[Any]:
     return weakref.ref(module)
 
 
+@frozen(eq=False)
+class Place:
+    """Where a module of a layer stood in the decoder, and what it was: its class, and whether it had a forward of its
+    own."""
+
+    path: str
+    module: weakref.ref[torch.nn.Module]
+    kind: type
+    own: object
+
+    @classmethod
+    def all_of(cls, decoder: torch.nn.Module) -> dict[int, list[Place]]:
+        """By layer; of modules that know which they belong to."""
+        found: dict[int, list[Place]] = {}
+        for path, module in decoder.named_modules():
+            layer = getattr(module, "layer_idx", None)
+            if isinstance(layer, int):
+                forward = vars(module).get("forward")
+                found.setdefault(layer, []).append(cls(path, weakly(module), type(module), forward))
+        return found
+
+    def is_untouched(self, decoder: torch.nn.Module, name: str) -> bool:
+        """Whether nothing stands in its place that could have run instead. name: that its configuration has then."""
+        try:
+            found = decoder.get_submodule(self.path)
+        except AttributeError:
+            return not _has(decoder, self.path.rpartition(".")[0])
+        config = getattr(found, "config", None)
+        switched = config is None or getattr(config, "_attn_implementation", name) == name
+        same = found is self.module() and type(found) is self.kind and vars(found).get("forward") is self.own
+        return same and switched
+
+
+def _has(module: torch.nn.Module, path: str) -> bool:
+    try:
+        module.get_submodule(path)
+    except AttributeError:
+        return False
+    return True
+
+
 @define(eq=False, repr=False)
 class Attachment:
     """One model's attachment. Holds the model weakly: the model's hooks keep the attachment, and it goes with them.
@@ -93,22 +135,29 @@ class Attachment:
     session: Session
     only: threading.Thread | None = None
     last: int | None = None
+    _model: weakref.ref[torch.nn.Module] = field(converter=weakly, kw_only=True, alias="model")
     original: Original = field(init=False)
     reader: Reader | None = field(default=None, init=False)
     configs: tuple[PreTrainedConfig, ...] = field(default=(), init=False)
     trained: int | None = field(default=None, init=False)
     _modules: weakref.WeakSet[torch.nn.Module] = field(factory=weakref.WeakSet, init=False)
+    _places: dict[int, list[Place]] = field(factory=dict, init=False)
     name: str = field(default="", init=False)
     active: bool = field(default=False, init=False)
     switch: Switch | None = field(default=None, init=False)
     hooks: list[Any] = field(factory=list, init=False)
-    _told: set[str] = field(factory=set, init=False)
+    _told: Kinds = field(factory=Kinds, init=False)
     _forwards: set[Forward] = field(factory=set, init=False)
 
     @property
     def decoder(self) -> PreTrainedModel | None:
         """The decoder, None where the model is gone."""
         return self._decoder()
+
+    @property
+    def model(self) -> torch.nn.Module | None:
+        """The model that was attached, of which the decoder is a part; None where it is gone."""
+        return self._model()
 
     @property
     def serves(self) -> bool:
@@ -122,14 +171,33 @@ class Attachment:
     def tell(self, text: str) -> None:
         """Note something that is unlike what was attached, and log it as a warning the first time."""
         self.session.note(text)
-        if text not in self._told:
-            self._told.add(text)
+        if self._told.add(text):
             log.warning("%s: %s", self.session.route.name, text)
+
+    def refuse(self, layers: Iterable[int], text: str) -> None:
+        """`tell` of layers that ran without the method; UnsupportedCallError if the session is strict."""
+        self.tell(text)
+        self.session.forbid(layers, f"{text} (strict)")
+
+    def left(self, layer: int) -> bool:
+        """Whether a layer that did not call is there as it was at attaching, or was taken out: so it did not run."""
+        decoder, places = self.decoder, self._places.get(layer, [])
+        return decoder is not None and bool(places) and all(place.is_untouched(decoder, self.name) for place in places)
 
     def take(self, module: torch.nn.Module) -> None:
         """The decoder got the module after it was attached."""
         with LOCK:
             self._modules.add(module)
+
+    @property
+    def runs(self) -> bool:
+        """Whether a forward of the decoder is on this thread's stack."""
+        return any(_frames(self.decoder))
+
+    def has_another_decoder(self, module: torch.nn.Module) -> bool:
+        """Whether the module is a part of the model, so that it belongs to what took the decoder's place."""
+        model = self.model
+        return model is not None and any(one is module for one in model.modules())
 
     def sees_all(self, mask: Compact) -> bool:
         """Whether a sliding window is none: as wide as all that the model was made for, and as the keys that it has."""
@@ -145,9 +213,10 @@ class Attachment:
         decoder = self.decoder
         if decoder is not None:
             self._modules = weakref.WeakSet(decoder.modules())
+            self._places = Place.all_of(decoder)
             self.configs, self.trained = configurations(decoder), trained_length(decoder)
         self.name, self.switch, self.active = name, switch, True
-        self._told.clear()
+        self._told = Kinds()
         _bound = (*(ref for ref in _bound if ref() not in (None, self)), weakref.ref(self))
 
     def end(self) -> None:
@@ -159,7 +228,7 @@ class Attachment:
 
     def enter(self, forward: Forward) -> None:
         """A forward of this thread begins; as the host's own, if it does not go through the session."""
-        forward.framed = any(_frames(self.decoder))
+        forward.framed = self.runs
         with LOCK:
             self._forget_lost(running=1)
             forward.stock = forward.stock or not self.serves

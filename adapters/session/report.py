@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from typing import Literal
 
 from attrs import field, frozen
+
+from .kinds import Kinds
 
 Mode = Literal["sparse", "window", "dense", "unused"]
 
@@ -41,7 +42,8 @@ class LayerReport:
     mode: how its last prefill call ran: the method's mask (sparse), an exact sliding window (window), the host's own
     attention (dense), or not yet (unused). sparse_calls, window_calls, dense_calls: how many calls ran so.
     cross_calls: calls of the layer's cross attention, which is no prefill and always the host's own.
-    reasons: why calls were dense, with counts. density: computed / causal pairs over the last prefill, all its chunks;
+    reasons: why calls were dense, with counts; those that differ in numbers alone are one, with the span of each
+    (``64 to 4096``). density: computed / causal pairs over the last prefill, all its chunks;
     None where that was not sparse, or could not be counted: in a CUDA graph's capture, or for lack of memory.
     mean_density: over all sparse calls, if each was measured.
     skipped: of the pairs that the masks of that prefill held, the share that was left out by their logits and is not in
@@ -103,8 +105,8 @@ class Report:
     decoding and every fallback. min_query: query rows from which a call is prefill. grain: tokens at whose multiples
     a prompt may be cut into chunks, or None. tail: last query rows of a prompt, or of each chunk where the host does
     not know the prompt's end, that get every key. short_forwards: forwards with fewer rows, all dense: decoding steps
-    and short prompts. layers: in order of their index. notes: what else is worth knowing, with counts. gate: the tables
-    by which calls were judged too small for the method; empty if none was. kernels: how many calls each kernel
+    and short prompts. layers: in order of their index. notes: what else is worth knowing, with counts,
+    as reasons are. gate: the tables by which calls were judged too small for the method; empty if none was. kernels: how many calls each kernel
     computed, by its name and, in brackets, why no faster one did (`plan.Kernel`); a call in parts counts for each
     kernel that it met. prefills: that ran sparse in some layer. measured_prefills: of them, of which recall was to be
     measured. strict_recall: below which calls count as low; None where nothing was asked for.
@@ -128,10 +130,10 @@ class Report:
     @property
     def fallbacks(self) -> Mapping[str, int]:
         """Reasons for dense prefill calls, summed over the layers."""
-        total: Counter[str] = Counter()
+        total = Kinds()
         for layer in self.layers:
             total.update(layer.reasons)
-        return dict(total)
+        return total.counts()
 
     @property
     def density(self) -> float | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
 from typing import TypeVar
@@ -19,11 +18,12 @@ from sparseprefill.errors import AttachError, ParameterError, UnsupportedCallErr
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.memory import Memory
 from sparseprefill.pipeline import SHARE, Pipeline
-from sparseprefill.plan import Kernel, Plan, Planned, Remark, Result
+from sparseprefill.plan import Plan, Planned, Remark, Result
 from sparseprefill.route import Route, gated
 from sparseprefill.validate import MOST_ROWS
 
 from .defaults import MIN_QUERY, TAIL
+from .kinds import Kinds
 from .ledger import LayerRecord, Room
 from .prospects import NOT_CHOSEN, prospects
 from .report import Report
@@ -133,9 +133,7 @@ class Session:
         self._watch = RecallWatch(route.name, every, strict_recall, hear_recall, self.note)
         self._records: dict[int, LayerRecord] = {}
         self._room = Room()
-        self._notes: Counter[str] = Counter()
-        self._kernels: Counter[Kernel | str] = Counter()
-        self._declined: set[str] = set()
+        self._notes, self._kernels, self._declined = Kinds(), Kinds(), Kinds()
         self._short, self._lock = 0, threading.RLock()
 
     def run(self, call: AttentionCall, prefill: Prefill, read: int | None = None) -> Result | Fallback:
@@ -245,15 +243,14 @@ class Session:
     def decline(self, layer: int, reason: str, shape: tuple[int, int, int]) -> Fallback:
         """Record that a prefill call of `shape` (batch rows, queries, keys) is left to the host.
 
-        The first call for a reason is logged as a warning. Raises UnsupportedCallError if `strict`.
+        The first call for a kind of reason is logged as a warning. Raises UnsupportedCallError if `strict`.
         """
         if self.layers is not None and layer not in self.layers:
             return self._dense(layer, NOT_CHOSEN, shape)
         if self.strict:
             raise UnsupportedCallError([f"layer {layer}: {reason}"])
         with self._lock:
-            first = reason not in self._declined
-            self._declined.add(reason)
+            first = self._declined.add(reason)
             fallback = self._dense(layer, reason, shape)
         if first and self._warn:
             log.warning("%s: layer %d runs dense: %s", self.route.name, layer, reason)
@@ -274,7 +271,12 @@ class Session:
     def note(self, text: str) -> None:
         """Count something worth knowing that is no fallback."""
         with self._lock:
-            self._notes[text] += 1
+            self._notes.add(text)
+
+    def forbid(self, layers: Iterable[int], text: str) -> None:
+        """Raise UnsupportedCallError if `strict` and one of the layers is to run sparse: it ran without the method."""
+        if self.strict and any(self.layers is None or layer in self.layers for layer in layers):
+            raise UnsupportedCallError([text])
 
     def missing(self, seen: Set[int]) -> list[int]:
         """Layers that have called before, or were named, and are not among `seen`."""
@@ -330,8 +332,8 @@ class Session:
                     one.report(mean=self._measure, recall=recall.get(layer))
                     for layer, one in sorted(self._records.items())
                 ),
-                notes=dict(self._notes),
-                kernels={str(kernel): count for kernel, count in self._kernels.items()},
+                notes=self._notes.counts(),
+                kernels=self._kernels.counts(),
                 prefills=self._watch.prefills,
                 measured_prefills=self._watch.measured,
                 strict_recall=self._watch.strict,
@@ -388,10 +390,10 @@ class Session:
         with self._lock:
             self._record(call.layer).ran(result, sizes(call), prefill.serial, None if self._measure else KEPT_BYTES)
             if result.plan.skip_below is not None and result.skipped is None:
-                self._notes[UNSKIPPED] += 1
+                self._notes.add(UNSKIPPED)
             for note in result.plan.notes.values():
                 if isinstance(note, Remark):
-                    self._notes[str(note)] += 1
+                    self._notes.add(str(note))
 
     def _sliding(self, call: AttentionCall) -> Result | Fallback:
         found = self._full(call)
@@ -416,12 +418,12 @@ class Session:
         with self._lock:
             record = self._record(layer)
             record.count("dense", shape)
-            record.reasons[reason] += 1
+            record.reasons.add(reason)
         return Fallback(reason, **why)
 
     def _count_kernels(self, result: Result, executor: object) -> None:
         """Which kernels served; of an executor that does not tell, its name."""
-        self._kernels.update(result.kernels or (type(executor).__name__,))
+        self._kernels.update(map(str, result.kernels or (type(executor).__name__,)))
 
     def _record(self, layer: int) -> LayerRecord:
         found = self._records.get(layer)
