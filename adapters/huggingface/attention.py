@@ -20,7 +20,8 @@ from sparseprefill.errors import InvalidCallError
 
 from ..session.session import Fallback
 from .masks import CUSTOM, Compact, LazyMask, Order, classify, stock
-from .state import Attachment, Forward, Original, adopt, eagerly, is_stock, owner_of, serving, sharing
+from .compiling import eagerly
+from .state import Attachment, Forward, Original, adopt, is_stock, owner_of, serving, sharing
 from .switch import LOCK, name_of
 
 OUTSIDE = (

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Self
 
 from attrs import Factory, define, field
+from transformers import PreTrainedModel
 
 from sparseprefill.errors import AttachError
 
@@ -14,7 +16,7 @@ from ..session.report import Report
 from .attention import register
 from .drafts import decoding
 from .hooks import install
-from .state import Attachment, Original
+from .state import Attachment, Original, attachments
 from .switch import LOCK, Switch, claim
 from .unread import Reader
 
@@ -85,3 +87,22 @@ class Handle(Attachment):
     def __repr__(self) -> str:
         state = "attached" if self.active else "detached"
         return f"<{state}: {self.session.route.name} on {self._host} as {self.name}>"
+
+
+def handles_of(decoder: PreTrainedModel) -> list[Handle]:
+    """The handles by which a decoder is attached now; the last is the newest."""
+    return [one for one in attachments() if isinstance(one, Handle) and one.active and one.decoder is decoder]
+
+
+@contextmanager
+def replacing(decoder: PreTrainedModel) -> Iterator[None]:
+    """Detach whatever the decoder is attached by; attach that again if the block fails."""
+    before = handles_of(decoder)
+    for one in before:
+        one.detach()
+    try:
+        yield
+    except BaseException:
+        for one in before:
+            one.bind()
+        raise

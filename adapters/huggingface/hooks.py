@@ -11,9 +11,10 @@ from transformers import Cache
 
 from ..session.session import Prefill
 from .attention import GRADIENT, TRAINING, WEIGHTS
+from .compiling import eagerly
 from .drafts import drafted
 from .inspection import asks
-from .state import Attachment, Forward, Progress, Requests, eagerly, is_steady, owner_of, past_length
+from .state import Attachment, Forward, Progress, Requests, is_steady, owner_of, past_length
 
 EXPORT = "the model is exported or traced: what comes of that is the stock model"
 UNREACHED = (

@@ -58,7 +58,7 @@ def check(decoder: PreTrainedModel, prefix: str) -> None:
     name, current = type(decoder).__name__, str(decoder.config._attn_implementation)
     if current.startswith(prefix):
         raise AttachError(
-            f"{name} is already attached, or shares its config object with a model that is: detach that first"
+            f"{name}, or a model that shares its config object, runs Star Attention: attach it when that has ended"
         )
     if not decoder._can_set_attn_implementation():
         raise AttachError(f"{name} does not use transformers' AttentionInterface: its attention cannot be replaced")

@@ -12,10 +12,10 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextvars import ContextVar
 from types import FrameType
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -34,8 +34,6 @@ from .switch import LOCK, Switch, named_before
 if TYPE_CHECKING:
     from .unread import Reader
 
-P = ParamSpec("P")
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 _current: ContextVar[Forward | None] = ContextVar("sparseprefill_forward", default=None)
 _bound: tuple[weakref.ref[Attachment], ...] = ()  # replaced as a whole, so that it may be read without the lock
@@ -68,11 +66,6 @@ class Original:
         """Its mask function; None for an implementation that takes no mask."""
         found: MaskFunction | None = ALL_MASK_ATTENTION_FUNCTIONS.get(self.name)
         return found
-
-
-def eagerly(function: Callable[P, T]) -> Callable[P, T]:
-    """Run `function` outside of compiled graphs: context variables and weak references cannot be traced."""
-    return cast(Callable[P, T], torch.compiler.disable(function))
 
 
 def weakly(module: torch.nn.Module) -> weakref.ref[Any]:
@@ -387,6 +380,11 @@ def sharing(module: torch.nn.Module) -> Attachment | None:
     if config is None:
         return None
     return next((one for one in _serving() if one.switch and one.switch.holds(config)), None)
+
+
+def attachments() -> list[Attachment]:
+    """Those that take forwards, or have some that have not ended."""
+    return [attached for ref in _bound if (attached := ref()) is not None]
 
 
 def _serving() -> Iterator[Attachment]:
