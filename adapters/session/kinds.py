@@ -55,6 +55,10 @@ class Kinds:
         """Each kind as one text, with the span of numbers that came in each place."""
         return {str(kind): kind.count for kind in self._kinds.values()}
 
+    def __contains__(self, text: str) -> bool:
+        """Whether one of its kind was counted."""
+        return text in self._seen or kind_of(text) in self._kinds
+
     def __len__(self) -> int:
         return len(self._kinds)
 
@@ -73,6 +77,11 @@ class Kinds:
             self._seen.clear()
         self._seen[text] = kind
         return kind
+
+
+def kind_of(text: str) -> tuple[str, ...]:
+    """What texts of one kind have in common: what stands between their numbers."""
+    return _cut(text)[0]
 
 
 def _cut(text: str) -> tuple[tuple[str, ...], list[str], list[str]]:

@@ -12,7 +12,7 @@ from typing import TypeVar
 from attrs import define, evolve, field, frozen
 from torch import Tensor
 
-from sparseprefill.breakeven.gate import GateChoice
+from sparseprefill.breakeven.gate import OFF, GateChoice, with_remedy
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import AttachError, ParameterError, UnsupportedCallError, printed, told
 from sparseprefill.mask.mask import SparseMask
@@ -97,7 +97,8 @@ class Session:
     a call does not say how long its prompt is, the call's own last rows. 0 for none.
     recall_every: of how many prefills that run sparse the recall of one is measured, the first among them; 0 for none.
     strict_recall: the recall below which a measured call is counted, and the first is logged as a warning. hear_recall:
-    told of each measured call when its figures arrive, which no call waits for.
+    told of each measured call when its figures arrive, which no call waits for. off: how this host is told to have no
+    gate, for messages.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class Session:
         recall_every: int = RECALL_EVERY,
         strict_recall: float | None = None,
         hear_recall: Hear | None = None,
+        off: str = OFF,
     ) -> None:
         if not isinstance(min_query, int) or isinstance(min_query, bool) or not 2 <= min_query <= MOST_ROWS:
             remedy = f"pass an integer from 2, so that decoding stays dense, to {MOST_ROWS}"
@@ -124,7 +126,7 @@ class Session:
         if observe is not None and not callable(observe):
             raise ParameterError(f"observe is {printed(observe)}: pass a function of a call and its result, or None")
         route = Route.of(pipeline if gate is None or gate is False else gated(pipeline, gate))
-        self.route, self.tail = route.with_tail(tail), tail
+        self.route, self.tail, self._off = route.with_tail(tail).with_remedy(off), tail, off
         self.min_query, self.strict = min_query, strict
         self.layers = None if layers is None else _indices(layers)
         self._measure, self._observe, self._warn = measure, observe, warn
@@ -133,7 +135,7 @@ class Session:
         self._watch = RecallWatch(route.name, every, strict_recall, hear_recall, self.note)
         self._records: dict[int, LayerRecord] = {}
         self._room = Room()
-        self._notes, self._kernels, self._declined = Kinds(), Kinds(), Kinds()
+        self._notes, self._kernels, self._declined, self._gated = Kinds(), Kinds(), Kinds(), Kinds()
         self._short, self._lock = 0, threading.RLock()
 
     def run(self, call: AttentionCall, prefill: Prefill, read: int | None = None) -> Result | Fallback:
@@ -228,6 +230,8 @@ class Session:
         """Record a call of the same sizes as one that was left dense for them: as `run` does, without asking again."""
         chosen = self.layers is None or layer in self.layers
         self._dense(layer, verdict.reason if chosen else NOT_CHOSEN, shape)
+        if chosen and verdict.reason in self._gated:
+            self._count_gated(verdict.reason)
 
     def whole(self, call: AttentionCall) -> Tensor | None:
         """Output ``[B, Hq, Nq, Dv]`` of dense attention by the pipeline's executor; None where it cannot run the call.
@@ -311,7 +315,8 @@ class Session:
         if found.never:
             raise AttachError(f"{self.route.name} can never run on {host}: {found.never}")
         for doubt in found.doubts:
-            text = f"{self.route.name} may never run on {host}: {doubt}"
+            said = with_remedy(doubt, self._off) if doubt == found.small else doubt
+            text = f"{self.route.name} may never run on {host}: {said}"
             log.warning("%s", text)
             self.note(text)
 
@@ -337,6 +342,8 @@ class Session:
                 prefills=self._watch.prefills,
                 measured_prefills=self._watch.measured,
                 strict_recall=self._watch.strict,
+                gated=self._gated.counts(),
+                off=self._off,
             )
 
     def _choose(self, call: AttentionCall) -> Pipeline | Result | Fallback:
@@ -349,11 +356,20 @@ class Session:
             choice = self.route.choose(call)
         except UnsupportedCallError as error:
             return self.decline(call.layer, str(error), sizes(call))
+        if choice.gated:
+            self._count_gated(choice.dense)
         if choice.dense:
             return self._dense(call.layer, choice.dense, sizes(call), chosen=True, small=not choice.of_layer)
         if choice.note:
             self.note(choice.note)
         return choice.pipeline
+
+    def _count_gated(self, reason: str) -> None:
+        """A call is dense by the gate. The first of each kind is logged, with what to do about it."""
+        with self._lock:
+            first = self._gated.add(reason)
+        if first and self._warn:
+            log.info("%s: calls run dense: %s", self.route.name, with_remedy(reason, self._off))
 
     def _sparse(self, call: AttentionCall, prefill: Prefill, pipeline: Pipeline, result: Result) -> Result:
         """Record a call that ran sparse."""
