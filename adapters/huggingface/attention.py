@@ -19,8 +19,8 @@ from sparseprefill.call import AttentionCall
 from sparseprefill.errors import InvalidCallError
 
 from ..session.session import Fallback
+from .compiling import eagerly, refuse_one_graph
 from .masks import CUSTOM, Compact, LazyMask, Order, classify, stock
-from .compiling import eagerly
 from .state import Attachment, Forward, Original, adopt, is_stock, owner_of, serving, sharing
 from .switch import LOCK, name_of
 
@@ -103,6 +103,8 @@ def make_attention(original: Original, min_query: int) -> Callable[..., Outputs]
             if isinstance(attention_mask, LazyMask):  # the layer dropped some of its queries
                 attention_mask = stock(attention_mask)
             return original.attention(module)(module, query, key, value, attention_mask, **kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            refuse_one_graph()
         return prefill(module, query, key, value, attention_mask, kwargs)
 
     return attention
@@ -126,6 +128,8 @@ def make_mask(original: Original, min_query: int) -> Callable[..., Any]:
     def mask(q_length: int, **given: Any) -> Any:
         usual = {"q_offset": 0, "kv_offset": 0, "mask_function": causal_mask_function, "attention_mask": None}
         asked = {"q_length": q_length, **usual, **given}
+        if q_length >= min_query and torch.compiler.is_dynamo_compiling():
+            refuse_one_graph()
         found = _lazy(original, asked) if q_length >= min_query else None
         if found is not None:
             return found
@@ -217,7 +221,7 @@ def _objection(
         return reason
     if kwargs.get("cache") is not None:
         return "the cache is paged"
-    return further_tensors(original.attention(module), kwargs) if isinstance(mask, LazyMask) else CUSTOM
+    return further_tensors(original, module, kwargs) if isinstance(mask, LazyMask) else CUSTOM
 
 
 def not_plain(module: torch.nn.Module, kwargs: dict[str, Any]) -> str | None:
@@ -230,14 +234,14 @@ def not_plain(module: torch.nn.Module, kwargs: dict[str, Any]) -> str | None:
     return None if (getattr(module, "is_causal", True) if causal is None else causal) else NOT_CAUSAL
 
 
-def further_tensors(attention: Callable[..., Any], kwargs: dict[str, Any]) -> str | None:
+def further_tensors(original: Original, module: torch.nn.Module, kwargs: dict[str, Any]) -> str | None:
     """Which tensors a layer passes that may change who attends to whom; None if there are none.
 
-    attention: the host's own function. Where it is known to read what it names and nothing else, tensors that it does
+    Where the host's own function is known to read what it names and nothing else, tensors that it does
     not name change nothing: those that somebody passed to the model for a loss, say.
     """
     odd = [name for name, value in kwargs.items() if name not in HARMLESS and _holds_tensor(value)]
-    read = _names_read(attention) if odd else None
+    read = _names_read(original.attention(module)) if odd else None
     if read is not None:
         odd = [name for name in odd if name in read or name in PACKED]
     return f"the layer passes {', '.join(sorted(odd))}" if odd else None
@@ -292,7 +296,7 @@ def _call(
             layer=layer,
             starts=compact.starts,
             lengths=compact.lengths,
-            window=None if attached.sees_all(compact) else compact.window,
+            window=None if compact.window is None or attached.sees_all(compact) else compact.window,
             softcap=softcap,
             sinks=sinks,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import cache
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -22,24 +22,15 @@ WHOLE = (
 
 
 def eagerly(function: Callable[P, T]) -> Callable[P, T]:
-    """Run `function` outside of compiled graphs: context variables and weak references cannot be traced.
-
-    Where one graph has to hold everything, the compiler raises AttachError.
-    """
-    outside = torch.compiler.disable(function, reason=WHOLE)
-
-    @wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        if torch.compiler.is_dynamo_compiling():
-            _refuse_one_graph()
-        return outside(*args, **kwargs)
-
-    return cast(Callable[P, T], run)
+    """Run `function` outside of compiled graphs: context variables and weak references cannot be traced. What calls it
+    while the compiler traces calls `refuse_one_graph` before."""
+    return cast(Callable[P, T], torch.compiler.disable(function, reason=WHOLE))
 
 
 @torch.compiler.assume_constant_result
-def _refuse_one_graph() -> bool:
-    """Called by the compiler while it traces, with its frames on the stack."""
+def refuse_one_graph() -> bool:
+    """AttachError where one graph has to hold everything. The compiler calls it while it traces, so that its frames are
+    on the stack."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         tracer = frame.f_locals.get("self") if frame.f_code.co_filename.endswith("symbolic_convert.py") else None

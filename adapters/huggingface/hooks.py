@@ -11,7 +11,7 @@ from transformers import Cache
 
 from ..session.session import Prefill
 from .attention import GRADIENT, TRAINING, WEIGHTS
-from .compiling import eagerly
+from .compiling import eagerly, refuse_one_graph
 from .drafts import drafted
 from .inspection import asks
 from .state import Attachment, Forward, Progress, Requests, is_steady, owner_of, past_length
@@ -65,6 +65,8 @@ class Around(Hook):
         named = _named(self.names, args, kwargs)
         shape = _shape(named)
         if shape is None or shape[1] >= self.min_query:
+            if torch.compiler.is_dynamo_compiling():
+                refuse_one_graph()
             if self.over:
                 _close(self.attached, self.requests, module, *output)
             else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
 from typing import TypeVar
@@ -18,12 +19,12 @@ from sparseprefill.errors import AttachError, ParameterError, UnsupportedCallErr
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.memory import Memory
 from sparseprefill.pipeline import SHARE, Pipeline
-from sparseprefill.plan import Plan, Planned, Remark, Result
+from sparseprefill.plan import Kernel, Plan, Planned, Remark, Result
 from sparseprefill.route import Route, gated
 from sparseprefill.validate import MOST_ROWS
 
 from .defaults import MIN_QUERY, TAIL
-from .kinds import Kinds
+from .kinds import MOST, Kinds
 from .ledger import LayerRecord, Room
 from .prospects import NOT_CHOSEN, prospects
 from .report import Report
@@ -135,7 +136,8 @@ class Session:
         self._watch = RecallWatch(route.name, every, strict_recall, hear_recall, self.note)
         self._records: dict[int, LayerRecord] = {}
         self._room = Room()
-        self._notes, self._kernels, self._declined, self._gated = Kinds(), Kinds(), Kinds(), Kinds()
+        self._notes, self._declined, self._gated = Kinds(), Kinds(), Kinds()
+        self._kernels: Counter[Kernel | str] = Counter()
         self._short, self._lock = 0, threading.RLock()
 
     def run(self, call: AttentionCall, prefill: Prefill, read: int | None = None) -> Result | Fallback:
@@ -338,7 +340,7 @@ class Session:
                     for layer, one in sorted(self._records.items())
                 ),
                 notes=self._notes.counts(),
-                kernels=self._kernels.counts(),
+                kernels=self._kernel_kinds(),
                 prefills=self._watch.prefills,
                 measured_prefills=self._watch.measured,
                 strict_recall=self._watch.strict,
@@ -439,7 +441,15 @@ class Session:
 
     def _count_kernels(self, result: Result, executor: object) -> None:
         """Which kernels served; of an executor that does not tell, its name."""
-        self._kernels.update(map(str, result.kernels or (type(executor).__name__,)))
+        self._kernels.update(result.kernels or (type(executor).__name__,))
+        if len(self._kernels) > MOST:
+            self._kernels = Counter(self._kernel_kinds())
+
+    def _kernel_kinds(self) -> dict[str, int]:
+        found = Kinds()
+        for kernel, count in self._kernels.items():
+            found.add(str(kernel), count)
+        return found.counts()
 
     def _record(self, layer: int) -> LayerRecord:
         found = self._records.get(layer)

@@ -232,7 +232,7 @@ class Route(Runner):
         return self if floor is None else self.each(lambda one: one.with_recall(floor))
 
     def with_remedy(self, off: str) -> Route:
-        """The route whose gate, where it says how to have none, says that in these words: see `breakeven.gate.remedy`."""
+        """The route whose gate says in these words how to have none: see `breakeven.gate.remedy`."""
         return evolve(self, gate=evolve(self.gate, off=off)) if isinstance(self.gate, AutoGate) else self
 
     @property

@@ -261,7 +261,15 @@ def test_a_gate_whose_words_have_numbers(model: Any) -> None:
 def test_servers_name_what_their_configuration_takes(table: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """One place says how to have no gate; a server's table takes false, and no None."""
     rule(monkeypatch)
-    sizes = {"name": "m", "architecture": "M", "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "digest": "0" * 16}
+    sizes = {
+        "name": "m",
+        "architecture": "M",
+        "layers": 2,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 8,
+        "digest": "0" * 16,
+    }
     whole = ModelIdentity(**sizes)
     table = {"method": "streaming", "parameters": dict(STREAMING), **table}
     served = Runtime.made(read_table(table), Model(whole, whole, "M", "STOCK", 0), Owner())

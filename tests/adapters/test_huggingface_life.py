@@ -1,5 +1,7 @@
 """Attaching and detaching: what is restored, what models share, threads, errors in the middle; versions."""
 
+# ruff: noqa: SIM300 - asserts read expected == actual
+
 from __future__ import annotations
 
 import copy

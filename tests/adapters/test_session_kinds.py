@@ -79,9 +79,7 @@ def test_layers_with_other_numbers_are_one_fallback() -> None:
 def test_cuts_of_a_prompt_are_one_note() -> None:
     """A note for each length of a chunk made a report of thousands of lines."""
     model = hf_models.build("llama")
-    with attach(
-        model, "anchor-attention", gate=None, tail=0, theta=0.0, block=16, step=2, init_tokens=16
-    ) as handle:
+    with attach(model, "anchor-attention", gate=None, tail=0, theta=0.0, block=16, step=2, init_tokens=16) as handle:
         for chunk in range(17, 37):
             cache = DynamicCache(config=model.config)
             for part in hf_models.prompt(120).split(chunk, 1):
