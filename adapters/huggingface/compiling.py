@@ -27,8 +27,7 @@ def eagerly(function: Callable[P, T]) -> Callable[P, T]:
     return cast(Callable[P, T], torch.compiler.disable(function, reason=WHOLE))
 
 
-@torch.compiler.assume_constant_result
-def refuse_one_graph() -> bool:
+def _refuse_one_graph() -> bool:
     """AttachError where one graph has to hold everything. The compiler calls it while it traces, so that its frames are
     on the stack."""
     frame: FrameType | None = sys._getframe()
@@ -40,6 +39,9 @@ def refuse_one_graph() -> bool:
             raise _refusal()(WHOLE)
         frame = frame.f_back
     return True
+
+
+refuse_one_graph: Callable[[], bool] = torch.compiler.assume_constant_result(_refuse_one_graph)
 
 
 @cache

@@ -157,14 +157,14 @@ def dry_run(model: torch.nn.Module, decoder: PreTrainedModel, route: Route) -> F
                     f"logits {apart}. Its layers use more than queries, keys and a mask."
                 )
             if failed and not left_out:
-                tried, error = failed[0]
-                left_out = f"with {tried.said} {name} fails: {_short(error)}"
+                tried, why_not = failed[0]
+                left_out = f"with {tried.said} {name} fails: {_short(why_not)}"
             return evolve(findings, note=left_out and f"dry run: {trial.said}, since {left_out}", alone=alone)
     name = type(model).__name__
     if nothing:
         raise AttachError(f"{name} has no attention layer to attach to: {nothing}")
-    error = failed[0][1]
-    raise AttachError(_failed(model, STOCK, error)) from error
+    cause = failed[0][1]
+    raise AttachError(_failed(model, STOCK, cause)) from cause
 
 
 def _attached(

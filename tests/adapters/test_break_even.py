@@ -261,7 +261,7 @@ def test_a_gate_whose_words_have_numbers(model: Any) -> None:
 def test_servers_name_what_their_configuration_takes(table: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """One place says how to have no gate; a server's table takes false, and no None."""
     rule(monkeypatch)
-    sizes = {
+    sizes: dict[str, Any] = {
         "name": "m",
         "architecture": "M",
         "layers": 2,

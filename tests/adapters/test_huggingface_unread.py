@@ -208,7 +208,8 @@ def test_a_forward_that_is_interrupted_is_forgotten(where: str, ending: type[Bas
 @pytest.mark.parametrize("where", ["pre", "behind", "head", "layer"])
 def test_the_decoder_called_by_a_hook_gives_every_row(where: str) -> None:
     """`logits_to_keep` of the forward around it says nothing about the rows that a hook reads."""
-    model, ids, found = hf_models.build("llama"), hf_models.prompt(LENGTH), []
+    model, ids = hf_models.build("llama"), hf_models.prompt(LENGTH)
+    found: list[Any] = []
 
     def calls(*_: Any) -> None:
         if len(found) < 1:

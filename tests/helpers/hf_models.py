@@ -66,11 +66,16 @@ def build(name: str, seed: int = 0, **changes: Any) -> Any:
 
 def llava(seed: int = 0) -> Any:
     """A model of images and text, whose decoder has a configuration inside of the model's. Text is below 96."""
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     config = transformers.LlavaConfig(
         text_config=transformers.LlamaConfig(**SIZES),
         vision_config=transformers.CLIPVisionConfig(**vision, image_size=8, patch_size=4),
-        image_token_id=VOCABULARY - 1,
+        image_token_index=VOCABULARY - 1,
     )
     torch.manual_seed(seed)
     return transformers.LlavaForConditionalGeneration(config).eval()
