@@ -256,11 +256,9 @@ def _taken(module: torch.nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
 
 def random_ids(model: torch.nn.Module, decoder: PreTrainedModel, most: int = TOKENS) -> Tensor:
     """Token ids ``[2, most]`` of text, fewer where the model takes fewer, on the device where they are read."""
-    config = getattr(model, "config", decoder.config)
-    low, high = allowed_ids(config if isinstance(config, PreTrainedConfig) else decoder.config)
-    table = getattr(decoder.get_input_embeddings(), "weight", None)
-    if isinstance(table, Tensor) and table.dim() == 2 and table.shape[0] > low:
-        high = min(high, table.shape[0])
+    config, table = getattr(model, "config", decoder.config), getattr(decoder.get_input_embeddings(), "weight", None)
+    known = table.shape[0] if isinstance(table, Tensor) and table.dim() == 2 else None
+    low, high = allowed_ids(config if isinstance(config, PreTrainedConfig) else decoder.config, known)
     room = trained_length(decoder)
     tokens = most if room is None else min(most, room)
     ids = torch.randint(low, high, (2, tokens), generator=torch.Generator().manual_seed(0))
@@ -282,7 +280,7 @@ def _outputs(given: Any) -> list[Tensor]:
     elif isinstance(given, Mapping):
         given = list(given.values())
     elif not isinstance(given, tuple | list):
-        given = [getattr(given, name, None) for name in ("logits", "last_hidden_state")]
+        given = list(getattr(given, "__dict__", {}).values())
     found = [x for x in given if isinstance(x, Tensor) and x.is_floating_point() and x.numel()]
     if not found:
         raise TypeError("its output has no logits, hidden states or other tensor of floating point")

@@ -114,16 +114,21 @@ def trained_length(decoder: PreTrainedModel) -> int | None:
     return found if isinstance(found, int) and not isinstance(found, bool) and found > 0 else None
 
 
-def allowed_ids(config: PreTrainedConfig) -> tuple[int, int]:
-    """Half-open range of token ids that stand for text, apart from those of images, video and sound."""
-    vocabulary = int(config.get_text_config().vocab_size)
+def allowed_ids(config: PreTrainedConfig, known: int | None = None) -> tuple[int, int]:
+    """Half-open range of token ids that stand for text, apart from those of images, video and sound.
+
+    known: rows of the table of embeddings; the configuration may say more, or nothing.
+    """
+    said = getattr(config.get_text_config(), "vocab_size", None)
+    vocabulary = min((int(one) for one in (said, known) if one), default=1)
     special = [
         value
         for key, value in vars(config).items()
         if isinstance(value, int) and re.search(r"(image|video|audio|vision).*_(token|token_id|token_index)$", key)
     ]
     first = min([value for value in special if value > 0], default=vocabulary)
-    return (0, min(first, vocabulary)) if first >= min(16, vocabulary) else (max(special) + 1, vocabulary)
+    last = max(special, default=0) + 1
+    return (0, min(first, vocabulary)) if first >= min(16, vocabulary) or last >= vocabulary else (last, vocabulary)
 
 
 def input_device(decoder: PreTrainedModel) -> torch.device | str | int:

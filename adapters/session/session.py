@@ -443,7 +443,7 @@ class Session:
         """Which kernels served; of an executor that does not tell, its name."""
         self._kernels.update(result.kernels or (type(executor).__name__,))
         if len(self._kernels) > MOST:
-            self._kernels = Counter(self._kernel_kinds())
+            self._kernels = Counter[Kernel | str](self._kernel_kinds())
 
     def _kernel_kinds(self) -> dict[str, int]:
         found = Kinds()

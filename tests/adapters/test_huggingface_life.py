@@ -439,12 +439,13 @@ def test_a_cell_that_runs_again_replaces(model: Any) -> None:
     assert (False, True) == (first.active, second.active)
     sparse = logits(model)
     assert not torch.equal(sparse, stock)
-    for method, options, error in (
+    wrong: list[tuple[str, dict[str, Any], type[Exception]]] = [
         ("streaming", {"layers": [9]}, sp.ParameterError),
         ("share-prefill", {}, sp.AttachError),
         ("streaming", {"sink": -1}, sp.ParameterError),
         ("no-method", {}, sp.UnknownMethodError),
-    ):
+    ]
+    for method, options, error in wrong:
         with pytest.raises(error):
             attach(model, method, replace=True, **options)
         assert second.active, "what fails leaves the model as it was"
