@@ -185,7 +185,7 @@ class Attachment:
     @property
     def runs(self) -> bool:
         """Whether a forward of the decoder is on this thread's stack."""
-        return any(_frames(self.decoder))
+        return bool(next(_frames(self.decoder), 0))
 
     def has_another_decoder(self, module: torch.nn.Module) -> bool:
         """Whether the module is a part of the model, so that it belongs to what took the decoder's place."""
@@ -221,7 +221,7 @@ class Attachment:
 
     def enter(self, forward: Forward) -> None:
         """A forward of this thread begins; as the host's own, if it does not go through the session."""
-        forward.framed = self.runs
+        forward.frame = next(_frames(self.decoder), 0)
         with LOCK:
             self._forget_lost(running=1)
             forward.stock = forward.stock or not self.serves
@@ -261,7 +261,7 @@ class Attachment:
         here = threading.current_thread()
         lost = [forward for forward in self._forwards if not forward.thread.is_alive()]
         mine = [forward for forward in self._forwards if forward.thread is here]
-        if mine and sum(_frames(self.decoder)) <= running:
+        if mine and len(list(_frames(self.decoder))) <= running:
             lost += mine
         for forward in lost:
             self.lose(forward)
@@ -291,7 +291,7 @@ class Forward:
     session at all. aside: it may go through another's. draft: its last tokens that are a draft, and no part of the
     prompt before them, which ends where `progress` says. read: how many last rows are read; None for all. small: what
     the gate left to the host, by sizes. seen: layers that called the attention function. over: it has ended.
-    framed: the decoder was found on the stack as it began, and so must be until it ends.
+    frame: the `id` of its frame on the stack, which is there until it ends; 0 where there was none, as in a graph.
     """
 
     owner: Attachment
@@ -306,14 +306,18 @@ class Forward:
     seen: set[int] = field(factory=set, init=False)
     over: bool = field(default=False, init=False)
     outer: Forward | None = field(default=None, init=False)
-    framed: bool = field(default=False, init=False)
+    frame: int = field(default=0, init=False)
     thread: threading.Thread = field(factory=threading.current_thread, init=False)
 
     @property
     def lost(self) -> bool:
         """Whether it has ended, though no hook told so: torch calls none after a KeyboardInterrupt."""
-        here = self.framed and self.thread is threading.current_thread()
-        return here and not any(_frames(self.owner.decoder))
+        if not self.frame or self.thread is not threading.current_thread():
+            return False
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and id(frame) != self.frame:
+            frame = frame.f_back
+        return frame is None or not _runs(frame, self.owner.decoder)
 
 
 class Requests:
@@ -407,13 +411,17 @@ def _open() -> Iterator[Forward]:
         forward = forward.outer
 
 
-def _frames(decoder: torch.nn.Module | None) -> Iterator[bool]:
-    """True for each forward of the decoder on this thread's stack, the innermost first."""
+def _frames(decoder: torch.nn.Module | None) -> Iterator[int]:
+    """The `id` of the frame of each forward of the decoder on this thread's stack, the innermost first."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is decoder:
-            yield True
+        if _runs(frame, decoder):
+            yield id(frame)
         frame = frame.f_back
+
+
+def _runs(frame: FrameType, decoder: torch.nn.Module | None) -> bool:
+    return frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is decoder
 
 
 def past_length(cache: Any) -> int:

@@ -232,8 +232,6 @@ class Session:
         """Record a call of the same sizes as one that was left dense for them: as `run` does, without asking again."""
         chosen = self.layers is None or layer in self.layers
         self._dense(layer, verdict.reason if chosen else NOT_CHOSEN, shape)
-        if chosen and verdict.reason in self._gated:
-            self._count_gated(verdict.reason)
 
     def whole(self, call: AttentionCall) -> Tensor | None:
         """Output ``[B, Hq, Nq, Dv]`` of dense attention by the pipeline's executor; None where it cannot run the call.
@@ -326,7 +324,7 @@ class Session:
         """Everything recorded so far; counts the pairs of the masks that wait, reads measured recall (host sync)."""
         recall = self._watch.report()  # before the lock: figures that arrive may be noted
         with self._lock:
-            return Report(
+            made = Report(
                 method=self.route.name,
                 host=host,
                 implementation=implementation,
@@ -344,9 +342,9 @@ class Session:
                 prefills=self._watch.prefills,
                 measured_prefills=self._watch.measured,
                 strict_recall=self._watch.strict,
-                gated=self._gated.counts(),
                 off=self._off,
             )
+            return evolve(made, gated={why: count for why, count in made.fallbacks.items() if why in self._gated})
 
     def _choose(self, call: AttentionCall) -> Pipeline | Result | Fallback:
         """The pipeline for the call; or what the call comes to without one."""
@@ -359,15 +357,15 @@ class Session:
         except UnsupportedCallError as error:
             return self.decline(call.layer, str(error), sizes(call))
         if choice.gated:
-            self._count_gated(choice.dense)
+            self._tell_gated(choice.dense)
         if choice.dense:
             return self._dense(call.layer, choice.dense, sizes(call), chosen=True, small=not choice.of_layer)
         if choice.note:
             self.note(choice.note)
         return choice.pipeline
 
-    def _count_gated(self, reason: str) -> None:
-        """A call is dense by the gate. The first of each kind is logged, with what to do about it."""
+    def _tell_gated(self, reason: str) -> None:
+        """A call is dense by the gate, which is logged for the first of each kind, with what to do about it."""
         with self._lock:
             first = self._gated.add(reason)
         if first and self._warn:
