@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .api import attach
+from .api import attach, detach
 
-__all__ = ["attach"]
+__all__ = ["attach", "detach"]

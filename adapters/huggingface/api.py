@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +22,11 @@ from ..session.watch import RECALL_EVERY
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedModel
 
     from .handle import Handle
+
+log = logging.getLogger(__name__)
 
 
 def attach(
@@ -41,6 +46,7 @@ def attach(
     recall_every: int = RECALL_EVERY,
     strict_recall: float | None = None,
     skip_unread: bool = False,
+    replace: bool = False,
     **parameters: Any,
 ) -> Handle:
     """Run the model's prefill through a sparse method, until the handle is detached.
@@ -67,6 +73,8 @@ def attach(
     less, the call is counted, and the first is logged as a warning, with layer and head; None for neither.
     skip_unread: compute no rows of the last layer's attention that nobody reads: those before the ones that
     `logits_to_keep` names, as `generate` does for a prompt. Exact; `verify` compares it with the stock model.
+    replace: detach the model first if it is attached, as when a notebook's cell runs again; if attaching fails, it
+    stays attached as it was.
 
     Where nothing of the model can ever run sparse (every layer would stay dense), attach refuses; where nothing may, as
     far as can be told (only sliding windows, a `min_query` or a break-even table beyond the model's length), it warns.
@@ -78,6 +86,7 @@ def attach(
     """
     check_flag("verify", verify)
     check_flag("skip_unread", skip_unread)
+    check_flag("replace", replace)
     profile = None if profile is None else Profile.load(profile)
     given = Route.of(_pipeline(method, profile, parameters)).with_recall(recall)
     # A route's own gate goes before "auto"; any other choice goes before a route's own.
@@ -93,22 +102,56 @@ def attach(
         recall_every=recall_every,
         strict_recall=strict_recall,
     )
+    _need_transformers()
+    from .handle import replacing
+    from .inspection import check, find_decoder
+    from .switch import STAR, claim
+    from .versions import warn_of_untested
+
+    warn_of_untested()
+    decoder = find_decoder(model)
+    with replacing(decoder) if replace else nullcontext():
+        claim(decoder)
+        check(decoder, STAR)
+        return _bound(model, decoder, session, verify=verify, skip_unread=skip_unread)
+
+
+def detach(model: torch.nn.Module) -> Handle | None:
+    """Restore a model that is attached, where its handle is lost.
+
+    Returns the handle, whose report can still be read, or None if the model is not attached. Raises AttachError for
+    what is no model that could be; ImportError without transformers.
+    """
+    _need_transformers()
+    from .handle import handles_of
+    from .inspection import find_decoder
+
+    found = handles_of(find_decoder(model))
+    for handle in found:
+        handle.detach()
+    return found[-1] if found else None
+
+
+def _need_transformers() -> None:
     try:
-        from . import unread
-        from .dry_run import compare_unread, dry_run
-        from .handle import Handle
-        from .identity import identity
-        from .inspection import check, find_decoder, trained_length
-        from .switch import STAR, claim
-        from .versions import warn_of_untested
+        import transformers  # noqa: F401
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] != "transformers":
             raise
         raise ImportError('attaching needs transformers: pip install "sparseprefill[hf]"') from error
-    warn_of_untested()
-    decoder = find_decoder(model)
-    claim(decoder)
-    check(decoder, STAR)
+
+
+def _bound(
+    model: torch.nn.Module, decoder: PreTrainedModel, session: Session, *, verify: bool, skip_unread: bool
+) -> Handle:
+    """Attach by this session what can be attached."""
+    from . import unread
+    from .dry_run import compare_unread, dry_run
+    from .handle import Handle
+    from .identity import identity
+    from .inspection import trained_length
+
+    route = session.route
     if route.asks_model:
         route.check_model(identity(decoder))
     seen = None
@@ -117,9 +160,13 @@ def attach(
         seen = findings.layers
         session.expect(seen)
         _check_layers(session, findings.layers)
-        if strict:
+        if session.strict:
             _check_strict(session, findings.dense)
         session.start(type(model).__name__, findings.kinds, windows=findings.windows, trained=trained_length(decoder))
+        if findings.note:
+            session.note(findings.note)
+        if findings.alone:
+            log.warning("%s: %s", route.name, findings.note)
         if findings.repeated:
             session.note("layer indices repeat within a forward: methods that remember by layer mix them up")
     last = None

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import dis
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function
 
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import InvalidCallError
 
 from ..session.session import Fallback
+from .compiling import eagerly, refuse_one_graph
 from .masks import CUSTOM, Compact, LazyMask, Order, classify, stock
-from .state import Attachment, Forward, Original, adopt, eagerly, is_stock, owner_of, serving, sharing
+from .state import Attachment, Forward, Original, adopt, is_stock, owner_of, serving, sharing
 from .switch import LOCK, name_of
 
 OUTSIDE = (
@@ -33,10 +38,13 @@ SHARED = (
     "or a decoder that was put in the place of the attached one"
 )
 SEQUENCES = (tuple, list)  # a union of both would be made anew at every look
+PACKED = frozenset(("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"))
+"""Tensors that tell of sequences packed into a row."""
 HARMLESS = frozenset(
     (
         *("position_ids", "cache_position", "s_aux", "input_ids", "inputs_embeds", "labels", "logits_to_keep"),
-        *("token_type_ids", "mm_token_type_ids"),
+        *("token_type_ids", "mm_token_type_ids", "num_items_in_batch", "shift_labels", "start_positions"),
+        *("end_positions", "class_labels"),
     )
 )
 """Tensors that a layer may be given and that change nothing about who attends to whom."""
@@ -95,6 +103,8 @@ def make_attention(original: Original, min_query: int) -> Callable[..., Outputs]
             if isinstance(attention_mask, LazyMask):  # the layer dropped some of its queries
                 attention_mask = stock(attention_mask)
             return original.attention(module)(module, query, key, value, attention_mask, **kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            refuse_one_graph()
         return prefill(module, query, key, value, attention_mask, kwargs)
 
     return attention
@@ -107,6 +117,8 @@ def _met(module: torch.nn.Module) -> Forward | None:
         forward.owner.tell(f"the attention of layer {layer_of(module)} {REPLACED}")
     if forward is None and (other := sharing(module)) is not None:
         other.session.note(SHARED)
+        if other.has_another_decoder(module):
+            other.session.forbid([layer_of(module)], SHARED)
     return forward
 
 
@@ -116,6 +128,8 @@ def make_mask(original: Original, min_query: int) -> Callable[..., Any]:
     def mask(q_length: int, **given: Any) -> Any:
         usual = {"q_offset": 0, "kv_offset": 0, "mask_function": causal_mask_function, "attention_mask": None}
         asked = {"q_length": q_length, **usual, **given}
+        if q_length >= min_query and torch.compiler.is_dynamo_compiling():
+            refuse_one_graph()
         found = _lazy(original, asked) if q_length >= min_query else None
         if found is not None:
             return found
@@ -148,13 +162,13 @@ def _output(
     layer, session = layer_of(module), attached.session
     shape = (query.shape[0], query.shape[2], key.shape[2])
     if forward is None:
-        if session.strict:  # a forward that began before attaching is none that `strict` speaks of
+        if session.strict and attached.runs:  # it began before attaching: `strict` does not speak of it
             session.note(f"layer {layer} {OUTSIDE}")
         else:
             session.decline(layer, OUTSIDE, shape)
         return None
     forward.seen.add(layer)
-    reason = forward.dense or _objection(module, query, key, value, mask, kwargs)
+    reason = forward.dense or _objection(attached.original, module, query, key, value, mask, kwargs)
     if reason is not None:
         if reason != NOT_CAUSAL or not session.cross(layer):
             session.decline(layer, reason, shape)
@@ -190,7 +204,13 @@ def layer_of(module: torch.nn.Module) -> int:
 
 
 def _objection(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, kwargs: dict[str, Any]
+    original: Original,
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    kwargs: dict[str, Any],
 ) -> str | None:
     """What the host asks for that no pipeline does; None if nothing. Reads no value on the device."""
     if module.training:
@@ -201,7 +221,7 @@ def _objection(
         return reason
     if kwargs.get("cache") is not None:
         return "the cache is paged"
-    return further_tensors(kwargs) if isinstance(mask, LazyMask) else CUSTOM
+    return further_tensors(original, module, kwargs) if isinstance(mask, LazyMask) else CUSTOM
 
 
 def not_plain(module: torch.nn.Module, kwargs: dict[str, Any]) -> str | None:
@@ -214,10 +234,31 @@ def not_plain(module: torch.nn.Module, kwargs: dict[str, Any]) -> str | None:
     return None if (getattr(module, "is_causal", True) if causal is None else causal) else NOT_CAUSAL
 
 
-def further_tensors(kwargs: dict[str, Any]) -> str | None:
-    """Which tensors a layer passes that may change who attends to whom; None if there are none."""
+def further_tensors(original: Original, module: torch.nn.Module, kwargs: dict[str, Any]) -> str | None:
+    """Which tensors a layer passes that may change who attends to whom; None if there are none.
+
+    Where the host's own function is known to read what it names and nothing else, tensors that it does
+    not name change nothing: those that somebody passed to the model for a loss, say.
+    """
     odd = [name for name, value in kwargs.items() if name not in HARMLESS and _holds_tensor(value)]
+    read = _names_read(original.attention(module)) if odd else None
+    if read is not None:
+        odd = [name for name in odd if name in read or name in PACKED]
     return f"the layer passes {', '.join(sorted(odd))}" if odd else None
+
+
+@cache
+def _names_read(attention: Callable[..., Any]) -> frozenset[str] | None:
+    """The arguments that a function of the host can read; None where it may read others, or hands them on."""
+    code = getattr(attention, "__code__", None)
+    if code is None:
+        return None
+    named = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    if attention is not sdpa_attention_forward and code.co_flags & inspect.CO_VARKEYWORDS:
+        others = code.co_varnames[len(named) + bool(code.co_flags & inspect.CO_VARARGS)]
+        if others in code.co_cellvars or any(others == step.argval for step in dis.get_instructions(code)):
+            return None
+    return frozenset(named)
 
 
 def _holds_tensor(value: Any) -> bool:
@@ -255,7 +296,7 @@ def _call(
             layer=layer,
             starts=compact.starts,
             lengths=compact.lengths,
-            window=compact.window,
+            window=None if compact.window is None or attached.sees_all(compact) else compact.window,
             softcap=softcap,
             sinks=sinks,
         )

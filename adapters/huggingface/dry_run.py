@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from sparseprefill.call import AttentionCall
-from sparseprefill.errors import AttachError
+from sparseprefill.errors import LONGEST, AttachError
 from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.memory import Memory
@@ -25,11 +26,13 @@ from ..session.report import Report
 from ..session.session import Session
 from .attention import autocast_type
 from .handle import Handle
-from .inspection import allowed_ids, input_device, trained_length
+from .inspection import allowed_ids, asks, configurations, input_device, trained_length
 
 TOKENS, SHORTEST = 64, 16
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
 """Relative norm of the difference in logits: rounding stays below, a wrong mask is of the order of one."""
+
+STOCK = "does not run on plain token ids as it is, before it is attached"
 
 
 @frozen
@@ -47,7 +50,8 @@ class Findings:
 
     layers: those that reached the adapter. dense: those that will fall back, with the reasons. kinds: a call of each,
     or why the host computes it, as `Session.start` takes them, without windows: those with a sliding window. repeated:
-    whether one forward called a layer index twice.
+    whether one forward called a layer index twice. note: what the dry run had to leave out, and why. alone: whether
+    that is all but the decoder.
     """
 
     layers: tuple[int, ...]
@@ -55,6 +59,8 @@ class Findings:
     kinds: dict[int, AttentionCall | str]
     windows: tuple[int, ...]
     repeated: bool
+    note: str = ""
+    alone: bool = False
 
     @classmethod
     def of(cls, report: Report, calls: dict[int, AttentionCall], route: Route) -> Findings:
@@ -68,12 +74,103 @@ class Findings:
         return cls(layers, {**reasons, **objections}, {**hosts, **calls}, windows, repeated)
 
 
-def dry_run(model: torch.nn.Module, decoder: PreTrainedModel, route: Route) -> Findings:
-    """Run 2 x 64 random tokens with left padding, before and after; the model is left as it was.
+@frozen(eq=False)
+class Trial:
+    """Inputs for a forward of a model, or of its decoder alone. said: which, for messages."""
 
-    Raises AttachError where the logits differ, no layer can be bound, or either run fails; where the stock model is at
-    fault, it says so.
+    module: torch.nn.Module
+    inputs: dict[str, Any]
+    said: str
+
+    @property
+    def padding(self) -> Tensor | None:
+        """bool ``[B, n]``, False where a row has padding; None without."""
+        mask: Tensor | None = self.inputs.get("attention_mask")
+        return None if mask is None else mask.bool()
+
+    def run(self) -> list[Tensor]:
+        """What comes out, without what comes of padding. TypeError where nothing does that could be compared."""
+        found = _outputs(self.module(**self.inputs))
+        if any(x.is_meta for x in found):
+            raise TypeError("its output is on the meta device, and has no values")
+        return [_real(x, self.padding) for x in found]
+
+    def stock(self) -> list[Tensor]:
+        """What comes out of the model that nothing of ours is in; its failure is its own."""
+        try:
+            found = self.run()
+        except Exception as error:
+            raise AttachError(_failed(self.module, STOCK, error)) from error
+        return self.checked(found)
+
+    def checked(self, found: list[Tensor]) -> list[Tensor]:
+        """The same; AttachError where that cannot be compared. Rows or labels that a model rules out are -inf."""
+        if not all(bool((x.isfinite() | (x == -torch.inf)).all() & x.isfinite().any()) for x in found):
+            raise AttachError(
+                f"{type(self.module).__name__} as it is, before it is attached, gives logits that are not finite for "
+                "random tokens: there is nothing to verify (verify=False skips this dry run)"
+            )
+        return found
+
+
+def dry_run(model: torch.nn.Module, decoder: PreTrainedModel, route: Route) -> Findings:
+    """Run random tokens through the model, before and after; it is left as it was.
+
+    2 x 64 tokens, with left padding where the model takes that; else without, else one row, and where the model needs
+    other inputs the decoder alone.
+    Raises AttachError where the outputs differ, no layer can be bound, or the attached run or every stock one fails;
+    where the stock model is at fault, it says so.
     """
+    failed: list[tuple[Trial, Exception]] = []
+    left_out, nothing = "", ""
+    with torch.no_grad(), _evaluating(model):
+        for trial in _trials(model, decoder):
+            alone = trial.module is not model
+            if alone and nothing:
+                break
+            try:
+                stock = trial.run()
+            except Exception as error:
+                failed.append((trial, error))
+                continue
+            trial.checked(stock)
+            findings, ours = _attached(trial, model, decoder, route)
+            name, cast = type(model).__name__, autocast_type(stock[0].device)
+            if all(isinstance(one, str) for one in findings.kinds.values()) and not findings.windows:
+                why = "; ".join(dict.fromkeys(one for one in findings.kinds.values() if isinstance(one, str)))
+                nothing = why or "none of them calls the attention function"
+                if trial.padding is None:
+                    break
+                left_out = f"with {trial.said} every layer of {name} stays dense: {nothing}"
+                continue
+            if apart := _apart(ours, stock, cast):
+                if by_itself := _apart(trial.stock(), stock, cast):
+                    raise AttachError(
+                        f"{name} as it is, before it is attached, gives other logits from run to run: they "
+                        f"{by_itself}, so there is nothing to verify (verify=False skips this dry run)"
+                    )
+                if trial.padding is not None and not alone and _only_of_padding(trial, model, decoder, route):
+                    left_out = f"with {trial.said} outputs of {name} {apart}: it reads rows of padding"
+                    continue
+                raise AttachError(
+                    f"{name} does not compute plain attention through the attention interface: with a full mask its "
+                    f"logits {apart}. Its layers use more than queries, keys and a mask."
+                )
+            if failed and not left_out:
+                tried, why_not = failed[0]
+                left_out = f"with {tried.said} {name} fails: {_short(why_not)}"
+            return evolve(findings, note=left_out and f"dry run: {trial.said}, since {left_out}", alone=alone)
+    name = type(model).__name__
+    if nothing:
+        raise AttachError(f"{name} has no attention layer to attach to: {nothing}")
+    cause = failed[0][1]
+    raise AttachError(_failed(model, STOCK, cause)) from cause
+
+
+def _attached(
+    trial: Trial, model: torch.nn.Module, decoder: PreTrainedModel, route: Route
+) -> tuple[Findings, list[Tensor]]:
+    """A run with a full mask: what was seen of the layers, and what came out."""
     calls: dict[int, AttentionCall] = {}
 
     def observe(call: AttentionCall, result: Result) -> None:
@@ -81,33 +178,24 @@ def dry_run(model: torch.nn.Module, decoder: PreTrainedModel, route: Route) -> F
 
     session = Session(_full(route), min_query=SHORTEST, observe=observe, warn=False, tail=0, recall_every=0)
     handle = Handle(decoder, session, threading.current_thread(), model=model)
-    inputs = _inputs(model, decoder)
-    with torch.no_grad(), _evaluating(model):
-        stock = _stock(model, inputs)
-        handle.bind()
-        try:
-            with handle:
-                ours = _run(model, inputs)
-        except Exception as error:
-            _stock(model, inputs)  # one that fails now and then is not our failure
-            raise AttachError(_failed(model, "fails with another attention function", error)) from error
-        report = handle.report()
-        findings = Findings.of(report, calls, route)
-        name, cast = type(model).__name__, autocast_type(stock.device)
-        if not any(layer.sparse_calls or layer.window_calls for layer in report.layers):
-            why = "; ".join(report.fallbacks) or "none of them calls the attention function"
-            raise AttachError(f"{name} has no attention layer to attach to: {why}")
-        if apart := differ(ours, stock, cast):
-            if by_itself := differ(_stock(model, inputs), stock, cast):
-                raise AttachError(
-                    f"{name} as it is, before it is attached, gives other logits from run to run: they {by_itself}, so "
-                    "there is nothing to verify (verify=False skips this dry run)"
-                )
-            raise AttachError(
-                f"{name} does not compute plain attention through the attention interface: with a full mask its logits "
-                f"{apart}. Its layers use more than queries, keys and a mask."
-            )
-    return findings
+    handle.bind()
+    try:
+        with handle:
+            ours = trial.run()
+    except Exception as error:
+        trial.stock()  # one that fails now and then is not our failure
+        raise AttachError(_failed(model, "fails with another attention function", error)) from error
+    return Findings.of(handle.report(), calls, route), ours
+
+
+def _only_of_padding(trial: Trial, model: torch.nn.Module, decoder: PreTrainedModel, route: Route) -> bool:
+    """Whether the decoder gives the same for what is no padding, so that a head must have read some."""
+    inner = evolve(trial, module=decoder)
+    try:
+        stock = inner.run()
+    except Exception:
+        return False
+    return not _apart(_attached(inner, model, decoder, route)[1], stock, autocast_type(stock[0].device))
 
 
 def compare_unread(model: torch.nn.Module, decoder: PreTrainedModel, route: Route, last: int) -> None:
@@ -115,15 +203,15 @@ def compare_unread(model: torch.nn.Module, decoder: PreTrainedModel, route: Rout
 
     Raises AttachError where the logits differ. A model that takes fewer than 256 tokens leaves out no rows.
     """
-    inputs = {**_inputs(model, decoder, 300), "logits_to_keep": 1}
-    found: list[Tensor] = []
+    inputs = {**next(_trials(model, decoder, 300)).inputs, "logits_to_keep": 1}
+    found: list[list[Tensor]] = []
     for layer in (None, last):
         session = Session(_full(route), min_query=SHORTEST, warn=False, recall_every=0)
         handle = Handle(decoder, session, threading.current_thread(), layer, model=model)
         with torch.no_grad(), _evaluating(model), handle:
-            found.append(model(**inputs).logits)
+            found.append(_outputs(model(**inputs)))
     whole, part = found
-    if apart := differ(part, whole):
+    if apart := _apart(part, whole):
         raise AttachError(
             f"skip_unread is True, but {type(model).__name__} reads more rows of its last layer than logits_to_keep "
             f"names: its logits {apart}; leave skip_unread out"
@@ -135,60 +223,95 @@ def _full(route: Route) -> Pipeline:
     return Pipeline(FullEstimator(), executor=route.known[0].executor if route.known else AutoExecutor())
 
 
-def _inputs(model: torch.nn.Module, decoder: PreTrainedModel, most: int = TOKENS) -> dict[str, Any]:
+def _trials(model: torch.nn.Module, decoder: PreTrainedModel, most: int = TOKENS) -> Iterator[Trial]:
+    """Inputs for the model, then for its decoder, those first that tell most."""
     ids = random_ids(model, decoder, most)
     mask = torch.ones_like(ids)
     mask[0, : ids.shape[1] // 4] = 0
-    # Attention weights that the configuration asks for would keep every layer dense.
-    weights = {"output_attentions": False} if getattr(decoder.config, "output_attentions", False) else {}
-    return {"input_ids": ids, "attention_mask": mask, "use_cache": False, **weights}
+    # Attention weights that a configuration asks for would keep every layer dense.
+    weights = {"output_attentions": False} if asks(configurations(model), "output_attentions") else {}
+    sizes = " x ".join(map(str, ids.shape))
+    padded = {"input_ids": ids, "attention_mask": mask, "use_cache": False, **weights}
+    given: list[tuple[dict[str, Any], str]] = [
+        (padded, f"{sizes} random tokens and left padding"),
+        ({"input_ids": ids, **weights}, f"{sizes} random tokens without padding"),
+        ({"input_ids": ids[:1], **weights}, f"1 x {ids.shape[1]} random tokens"),
+        ({"input_ids": ids[None], **weights}, f"1 x {sizes} random tokens"),
+    ]
+    for inputs, said in given:
+        yield Trial(model, _taken(model, inputs), said)
+    if decoder is not model:
+        for inputs, said in given[:2]:
+            yield Trial(decoder, _taken(decoder, inputs), f"{said}, through {type(decoder).__name__} alone")
+
+
+def _taken(module: torch.nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+    """The inputs that the forward of a module takes; token ids by whichever name its first argument has."""
+    known = inspect.signature(module.forward).parameters
+    if any(one.kind is one.VAR_KEYWORD for one in known.values()):
+        return inputs
+    found = {name: x for name, x in inputs.items() if name in known}
+    return found if "input_ids" in found or not known else {next(iter(known)): inputs["input_ids"], **found}
 
 
 def random_ids(model: torch.nn.Module, decoder: PreTrainedModel, most: int = TOKENS) -> Tensor:
     """Token ids ``[2, most]`` of text, fewer where the model takes fewer, on the device where they are read."""
-    config = getattr(model, "config", decoder.config)
-    low, high = allowed_ids(config if hasattr(config, "get_text_config") else decoder.config)
+    config, table = getattr(model, "config", decoder.config), getattr(decoder.get_input_embeddings(), "weight", None)
+    known = table.shape[0] if isinstance(table, Tensor) and table.dim() == 2 else None
+    low, high = allowed_ids(config if isinstance(config, PreTrainedConfig) else decoder.config, known)
     room = trained_length(decoder)
     tokens = most if room is None else min(most, room)
     ids = torch.randint(low, high, (2, tokens), generator=torch.Generator().manual_seed(0))
     return ids.to(input_device(decoder))
 
 
-def _stock(model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
-    """`_run` of the model that nothing of ours is in; its failure is its own."""
-    try:
-        found = _run(model, inputs)
-    except Exception as error:
-        raise AttachError(
-            _failed(model, "does not run on plain token ids as it is, before it is attached", error)
-        ) from error
-    if not bool(torch.isfinite(found).all()):
-        name = type(model).__name__
-        raise AttachError(
-            f"{name} as it is, before it is attached, gives logits that are not finite for random tokens: there is "
-            "nothing to verify (verify=False skips this dry run)"
-        )
+def _failed(model: torch.nn.Module, complaint: str, error: Exception) -> str:
+    return f"{type(model).__name__} {complaint}: {_short(error)} (verify=False skips this dry run)"
+
+
+def _short(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:LONGEST]
+
+
+def _outputs(given: Any) -> list[Tensor]:
+    """What a model gives at once, whatever its head calls that: logits of any kind, or hidden states."""
+    if isinstance(given, Tensor):
+        given = [given]
+    elif isinstance(given, Mapping):
+        given = list(given.values())
+    elif not isinstance(given, tuple | list):
+        given = list(getattr(given, "__dict__", {}).values())
+    found = [x for x in given if isinstance(x, Tensor) and x.is_floating_point() and x.numel()]
+    if not found:
+        raise TypeError("its output has no logits, hidden states or other tensor of floating point")
     return found
 
 
-def _failed(model: torch.nn.Module, complaint: str, error: Exception) -> str:
-    return f"{type(model).__name__} {complaint}: {type(error).__name__}: {error} (verify=False skips this dry run)"
+def _real(x: Tensor, real: Tensor | None) -> Tensor:
+    """Rows of a model's output that are no padding; all of it where it has none for each token. Rows in front of the
+    tokens' are those of virtual tokens."""
+    if real is None or x.dim() < 2 or x.shape[0] != real.shape[0]:
+        return x
+    more = x.shape[1] - real.shape[1]
+    return x[:, more:][real.to(x.device)] if more == 0 or (more > 0 and x.dim() > 2) else x
 
 
-def _run(model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
-    """Logits, or hidden states, of the real tokens ``[n, width]``; of each row where the model gives one per row."""
-    outputs = model(**inputs)
-    for name in ("logits", "last_hidden_state"):
-        x = getattr(outputs, name, None)
-        if isinstance(x, Tensor):
-            return x[inputs["attention_mask"].bool().to(x.device)] if x.dim() == 3 else x
-    raise TypeError("its output has neither logits nor last_hidden_state")
+def _apart(ours: list[Tensor], stock: list[Tensor], cast: torch.dtype | None = None) -> str:
+    """How far what two runs gave is off; empty where that is rounding."""
+    if [x.shape for x in ours] != [x.shape for x in stock]:
+        return "have other shapes"
+    return next((said for a, b in zip(ours, stock, strict=True) if (said := differ(a, b, cast))), "")
 
 
 def differ(logits: Tensor, wanted: Tensor, cast: torch.dtype | None = None) -> str:
     """How far logits are off, for messages; empty where that is rounding. cast: the type that autocast rounds to."""
     limit = max(TOLERANCE.get(dtype, TOLERANCE[torch.bfloat16]) for dtype in (wanted.dtype, cast or wanted.dtype))
-    error = float((wanted.double() - logits.double()).norm() / wanted.double().norm())
+    finite = wanted.isfinite()
+    if not torch.equal(finite, logits.isfinite()):
+        return "are not finite in other places"
+    wanted, logits = wanted[finite].double(), logits[finite].double()
+    error, size = float((wanted - logits).norm()), float(wanted.norm())
+    error = error / size if size else error
     return "" if error <= limit else f"differ by {error:.2g} (relative norm; {limit:g} is allowed)"
 
 

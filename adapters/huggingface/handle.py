@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Self
 
-import torch
 from attrs import Factory, define, field
+from transformers import PreTrainedModel
 
 from sparseprefill.errors import AttachError
 
@@ -16,8 +16,9 @@ from ..session.report import Report
 from .attention import register
 from .drafts import decoding
 from .hooks import install
-from .state import Attachment, Original, weakly
+from .state import Attachment, Original, attachments
 from .switch import LOCK, Switch, claim
+from .unread import Reader
 
 
 @define(eq=False, repr=False)
@@ -28,8 +29,7 @@ class Handle(Attachment):
     the model's attention while it is attached. active: whether it is.
     """
 
-    _model: weakref.ref[torch.nn.Module] = field(converter=weakly, kw_only=True, alias="model")
-    _host: str = field(default=Factory(lambda self: type(self._model()).__name__, takes_self=True), init=False)
+    _host: str = field(default=Factory(lambda self: type(self.model).__name__, takes_self=True), init=False)
 
     def bind(self) -> None:
         """Hook the decoder and switch it, so that its next forwards run through the pipeline; nothing if they do.
@@ -48,7 +48,9 @@ class Handle(Attachment):
             self.original = Original.of(decoder)
             name = register(self.original, self.session.min_query)
             try:
-                self.hooks = self.hooks or install(self, decoder, None if self.last is None else self._model())
+                model = self.model
+                self.reader = None if self.last is None or model is None else Reader.of(model, decoder)
+                self.hooks = self.hooks or install(self, decoder)
                 switch.take(self, name)
             except BaseException:
                 self.switch = switch
@@ -85,3 +87,22 @@ class Handle(Attachment):
     def __repr__(self) -> str:
         state = "attached" if self.active else "detached"
         return f"<{state}: {self.session.route.name} on {self._host} as {self.name}>"
+
+
+def handles_of(decoder: PreTrainedModel) -> list[Handle]:
+    """The handles by which a decoder is attached now; the last is the newest."""
+    return [one for one in attachments() if isinstance(one, Handle) and one.active and one.decoder is decoder]
+
+
+@contextmanager
+def replacing(decoder: PreTrainedModel) -> Iterator[None]:
+    """Detach whatever the decoder is attached by; attach that again if the block fails."""
+    before = handles_of(decoder)
+    for one in before:
+        one.detach()
+    try:
+        yield
+    except BaseException:
+        for one in before:
+            one.bind()
+        raise

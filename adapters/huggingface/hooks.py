@@ -7,18 +7,22 @@ from typing import Any
 
 import torch
 from attrs import define
+from transformers import Cache
 
 from ..session.session import Prefill
-from . import unread
 from .attention import GRADIENT, TRAINING, WEIGHTS
+from .compiling import eagerly, refuse_one_graph
 from .drafts import drafted
-from .state import Attachment, Forward, Progress, Requests, eagerly, is_steady, owner_of, past_length
+from .inspection import asks
+from .state import Attachment, Forward, Progress, Requests, is_steady, owner_of, past_length
 
 EXPORT = "the model is exported or traced: what comes of that is the stock model"
 UNREACHED = (
     "did not reach the method in a forward in which others did: its module was replaced by one with a configuration or "
-    "an attention of its own, it was skipped, or another implementation was set meanwhile"
+    "an attention of its own, or another implementation was set meanwhile"
 )
+EARLY = "the forward ended behind layer {last}: layers {first} to {end} did not run (early exit, or layers taken out)"
+SKIPPED = "layer {layer} did not run in a forward in which later ones did: it was skipped"
 DRAFT = "a draft was checked: that is decoding, however many tokens it has"
 NOWHERE = Progress(Prefill(), 0, 0)
 """The progress of a forward that does not go through the session."""
@@ -61,6 +65,8 @@ class Around(Hook):
         named = _named(self.names, args, kwargs)
         shape = _shape(named)
         if shape is None or shape[1] >= self.min_query:
+            if torch.compiler.is_dynamo_compiling():
+                refuse_one_graph()
             if self.over:
                 _close(self.attached, self.requests, module, *output)
             else:
@@ -69,35 +75,14 @@ class Around(Hook):
             _short(self.attached, self.requests, module, named)
 
 
-@define(eq=False)
-class Reads(Hook):
-    """Around the forward of the model that a decoder belongs to: which rows it reads.
-
-    decoder: the `id` of the decoder. over: whether the hook comes after the forward.
-    """
-
-    decoder: int
-    over: bool = False
-
-    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any) -> None:
-        """Note which rows are read, or forget it."""
-        if not torch.compiler.is_compiling():
-            unread.note(module, self.decoder, None if self.over else _named(self.names, args, kwargs))
-
-
-def install(attached: Attachment, decoder: torch.nn.Module, model: torch.nn.Module | None = None) -> list[Any]:
-    """Hook the decoder; returns what removes the hooks. model: to be asked which rows it reads."""
+def install(attached: Attachment, decoder: torch.nn.Module) -> list[Any]:
+    """Hook the decoder; returns what removes the hooks."""
     names, requests = tuple(inspect.signature(decoder.forward).parameters), Requests()
     given = (names, attached, requests, attached.session.min_query)
-    pairs: list[tuple[torch.nn.Module, Any, Any]] = [(decoder, Around(*given), Around(*given, over=True))]
-    if model is not None:
-        names = tuple(inspect.signature(model.forward).parameters)
-        pairs.append((model, Reads(names, id(decoder)), Reads(names, id(decoder), over=True)))
-    hooks: list[Any] = []
-    for module, before, after in pairs:
-        hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
-        hooks.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
-    return hooks
+    return [
+        decoder.register_forward_pre_hook(Around(*given), with_kwargs=True),
+        decoder.register_forward_hook(Around(*given, over=True), with_kwargs=True, always_call=True),
+    ]
 
 
 def _shape(named: dict[str, Any]) -> tuple[int, int] | None:
@@ -135,8 +120,8 @@ def _open(attached: Attachment, requests: Requests, module: torch.nn.Module, nam
     if goes_on and ((grain := attached.session.route.method_grain) is None or past % grain):
         why = "the method has no grain" if grain is None else f"its grain is {grain} tokens"
         attached.session.note(f"prefill was cut at token {past}; {why}, so the cut may change what is selected")
-    read = None if attached.last is None or draft else unread.rows_read(module)
-    attached.enter(Forward(attached, progress, cache, _objection(module, named), draft=draft, read=read))
+    read = None if attached.reader is None or draft else attached.reader.rows()
+    attached.enter(Forward(attached, progress, cache, _objection(attached, module, named), draft=draft, read=read))
 
 
 @eagerly
@@ -147,13 +132,34 @@ def _close(attached: Attachment, requests: Requests, module: torch.nn.Module, ou
     if forward is None or forward.stock or output is None:
         return
     if forward.seen and forward.dense is None:
-        for layer in attached.session.missing(forward.seen):
-            attached.tell(f"layer {layer} {UNREACHED}")
+        _tell_missing(attached, forward.seen)
     cache = forward.cache
     if cache is None:
-        cache = getattr(output, "past_key_values", None)
+        cache = _made(output)
     if cache is not None:
         requests.keep(cache, forward.progress)
+
+
+def _tell_missing(attached: Attachment, seen: set[int]) -> None:
+    """Layers that did not call the attention function: they did not run, or something else ran in their place."""
+    missing, last = attached.session.missing(seen), max(seen)
+    left = [layer for layer in missing if attached.left(layer)]
+    behind = [layer for layer in left if layer > last]
+    if behind:
+        attached.session.note(EARLY.format(last=last, first=behind[0], end=behind[-1]))
+    for layer in left:
+        if layer < last:
+            attached.session.note(SKIPPED.format(layer=layer))
+    for layer in missing:
+        if layer not in left:
+            attached.refuse([layer], f"layer {layer} {UNREACHED}")
+
+
+def _made(output: Any) -> Any:
+    """The cache that a forward made; it is somewhere in a tuple where the configuration asks for no `return_dict`."""
+    if isinstance(output, tuple):
+        return next((one for one in output if isinstance(one, Cache)), None)
+    return getattr(output, "past_key_values", None)
 
 
 @eagerly
@@ -171,11 +177,12 @@ def _overruled(attached: Attachment, decoder: Any) -> bool:
     name = decoder.config._attn_implementation
     if name == attached.name:
         return False
-    attached.tell(f"the model was set to {name!r} after it was attached: such forwards run without the method")
+    every = attached.session.missing(set())
+    attached.refuse(every, f"the model was set to {name!r} after it was attached: such forwards run without the method")
     return True
 
 
-def _objection(decoder: torch.nn.Module, named: dict[str, Any]) -> str | None:
+def _objection(attached: Attachment, decoder: torch.nn.Module, named: dict[str, Any]) -> str | None:
     """Why no layer of a forward may run sparse; None if nothing. named: its arguments.
 
     Reentrant gradient checkpointing runs the layers without gradients first, and once more with them: what a layer sees
@@ -191,5 +198,5 @@ def _objection(decoder: torch.nn.Module, named: dict[str, Any]) -> str | None:
             return GRADIENT
     weights = named.get("output_attentions")
     if weights is None:
-        weights = getattr(getattr(decoder, "config", None), "output_attentions", False)
+        weights = asks(attached.configs, "output_attentions")
     return WEIGHTS if weights else None

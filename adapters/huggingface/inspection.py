@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -23,15 +24,33 @@ def find_decoder(model: object) -> PreTrainedModel:
         raise AttachError(f"{type(model).__name__} is not a torch module: pass a transformers model")
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise AttachError(f"{type(model).__name__} is an encoder-decoder: only decoders prefill causally")
-    found: list[Any] = [getattr(model, "base_model", None), model]
+    base = getattr(model, "base_model", None)
+    found = [_decoder(model), _decoder(base), base, model]
+    decoder = next((one for one in found if isinstance(one, PreTrainedModel)), None)
+    if decoder is not None:
+        return decoder
+    inside = _outermost(model)
+    if len(inside) > 1:
+        shown = ", ".join(type(one).__name__ for one in inside)
+        raise AttachError(f"{type(model).__name__} holds several transformers models ({shown}): attach one of them")
+    if not inside:
+        raise AttachError(f"{type(model).__name__} holds no transformers decoder (PreTrainedModel)")
+    return find_decoder(inside[0])
+
+
+def _decoder(model: object) -> Any:
     get = getattr(model, "get_decoder", None)
     if callable(get):
         with suppress(AttributeError, NotImplementedError):  # best effort in transformers, too
-            found.insert(0, get())
-    decoder = next((one for one in found if isinstance(one, PreTrainedModel)), None)
-    if decoder is None:
-        raise AttachError(f"{type(model).__name__} holds no transformers decoder (PreTrainedModel)")
-    return decoder
+            return get()
+    return None
+
+
+def _outermost(module: torch.nn.Module) -> list[PreTrainedModel]:
+    """Transformers models somewhere in a module, without those inside of others."""
+    if isinstance(module, PreTrainedModel):
+        return [module]
+    return [one for child in module.children() for one in _outermost(child)]
 
 
 def check(decoder: PreTrainedModel, prefix: str) -> None:
@@ -39,7 +58,7 @@ def check(decoder: PreTrainedModel, prefix: str) -> None:
     name, current = type(decoder).__name__, str(decoder.config._attn_implementation)
     if current.startswith(prefix):
         raise AttachError(
-            f"{name} is already attached, or shares its config object with a model that is: detach that first"
+            f"{name}, or a model that shares its config object, runs Star Attention: attach it when that has ended"
         )
     if not decoder._can_set_attn_implementation():
         raise AttachError(f"{name} does not use transformers' AttentionInterface: its attention cannot be replaced")
@@ -62,6 +81,23 @@ def _branches(owner: type) -> bool:
         return False  # made in a session without source: the dry run has to tell
 
 
+def configurations(model: torch.nn.Module) -> tuple[PreTrainedConfig, ...]:
+    """Every configuration that a part of the model has, those inside of others included."""
+    found: dict[int, PreTrainedConfig] = {}
+    waiting: list[Any] = [getattr(part, "config", None) for part in (model, *model.modules())]
+    while waiting:
+        config = waiting.pop()
+        if isinstance(config, PreTrainedConfig) and id(config) not in found:
+            found[id(config)] = config
+            waiting += vars(config).values()
+    return tuple(found.values())
+
+
+def asks(configs: Iterable[PreTrainedConfig], *switches: str) -> bool:
+    """Whether one of the configurations has one of the switches on, such as ``output_hidden_states``."""
+    return any(getattr(config, switch, False) for config in configs for switch in switches)
+
+
 def implementations(decoder: PreTrainedModel) -> list[tuple[PreTrainedConfig, str | None]]:
     """Every config below the decoder with its implementation, to be restored exactly."""
     found: dict[int, PreTrainedConfig] = {}
@@ -78,16 +114,21 @@ def trained_length(decoder: PreTrainedModel) -> int | None:
     return found if isinstance(found, int) and not isinstance(found, bool) and found > 0 else None
 
 
-def allowed_ids(config: PreTrainedConfig) -> tuple[int, int]:
-    """Half-open range of token ids that stand for text, apart from those of images, video and sound."""
-    vocabulary = int(config.get_text_config().vocab_size)
+def allowed_ids(config: PreTrainedConfig, known: int | None = None) -> tuple[int, int]:
+    """Half-open range of token ids that stand for text, apart from those of images, video and sound.
+
+    known: rows of the table of embeddings; the configuration may say more, or nothing.
+    """
+    said = getattr(config.get_text_config(), "vocab_size", None)
+    vocabulary = min((int(one) for one in (said, known) if one), default=1)
     special = [
         value
         for key, value in vars(config).items()
         if isinstance(value, int) and re.search(r"(image|video|audio|vision).*_(token|token_id|token_index)$", key)
     ]
     first = min([value for value in special if value > 0], default=vocabulary)
-    return (0, min(first, vocabulary)) if first >= min(16, vocabulary) else (max(special) + 1, vocabulary)
+    last = max(special, default=0) + 1
+    return (0, min(first, vocabulary)) if first >= min(16, vocabulary) or last >= vocabulary else (last, vocabulary)
 
 
 def input_device(decoder: PreTrainedModel) -> torch.device | str | int:

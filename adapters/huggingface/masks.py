@@ -17,7 +17,7 @@ from attrs import define, evolve, field, frozen
 from torch import Tensor
 from torch.nn import functional
 from torch.utils import _pytree as pytree
-from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.masking_utils import and_masks, causal_mask_function, packed_sequence_mask_function, sdpa_mask
 
 from sparseprefill.errors import AttachError
 
@@ -246,7 +246,10 @@ def classify(mask_function: MaskFunction, local_size: int | None, allow_is_causa
     with an overlay (packed sequences, image blocks) arrive with `allow_is_causal_skip` off.
     """
     if not allow_is_causal_skip:
-        return None
+        inner = _unpacked(mask_function)
+        if inner is None:
+            return None
+        mask_function = inner
     if local_size is None:
         return Pattern() if mask_function is causal_mask_function else None
     window, zero = int(local_size), torch.zeros((), dtype=torch.long)
@@ -258,3 +261,27 @@ def classify(mask_function: MaskFunction, local_size: int | None, allow_is_causa
     except Exception:  # a closure over tensors of the batch or of another device: not a plain window
         return None
     return Pattern(window) if same else None
+
+
+def _unpacked(mask_function: MaskFunction) -> MaskFunction | None:
+    """The mask function inside of one for packed sequences, where each row is one sequence; None for any other.
+
+    Under torch.compile transformers cannot look whether rows are packed, and takes all for packed (host sync).
+    """
+    parts = _closed_over(mask_function, and_masks).get("mask_functions", ())
+    left = []
+    for part in parts:
+        sequences = _closed_over(part, packed_sequence_mask_function).get("packed_sequence_mask")
+        if not isinstance(sequences, Tensor):
+            left.append(part)
+        elif not bool((sequences == sequences[:, :1]).all()):
+            return None
+    return left[0] if len(left) == 1 and len(parts) > 1 else None
+
+
+def _closed_over(function: Any, maker: Callable[..., Any]) -> dict[str, Any]:
+    """What a function that `maker` makes closes over, by name; nothing for any other function."""
+    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
+    if code is None or not cells or not code.co_qualname.startswith(f"{maker.__qualname__}.<locals>."):
+        return {}
+    return {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True)}

@@ -12,24 +12,28 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextvars import ContextVar
-from typing import Any, ParamSpec, TypeVar, cast
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 from attrs import Factory, define, field, frozen
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import QuantizedLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..session.kinds import Kinds
 from ..session.session import Fallback, Prefill, Session
-from .masks import MaskFunction
+from .inspection import configurations, trained_length
+from .masks import Compact, MaskFunction
 from .switch import LOCK, Switch, named_before
 
-P = ParamSpec("P")
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from .unread import Reader
+
 log = logging.getLogger(__name__)
 _current: ContextVar[Forward | None] = ContextVar("sparseprefill_forward", default=None)
 _bound: tuple[weakref.ref[Attachment], ...] = ()  # replaced as a whole, so that it may be read without the lock
@@ -64,14 +68,50 @@ class Original:
         return found
 
 
-def eagerly(function: Callable[P, T]) -> Callable[P, T]:
-    """Run `function` outside of compiled graphs: context variables and weak references cannot be traced."""
-    return cast(Callable[P, T], torch.compiler.disable(function))
-
-
 def weakly(module: torch.nn.Module) -> weakref.ref[Any]:
     """What does not keep a module alive."""
     return weakref.ref(module)
+
+
+@frozen(eq=False)
+class Place:
+    """Where a module of a layer stood in the decoder, and what it was: its class, and whether it had a forward of its
+    own."""
+
+    path: str
+    module: weakref.ref[torch.nn.Module]
+    kind: type
+    own: object
+
+    @classmethod
+    def all_of(cls, decoder: torch.nn.Module) -> dict[int, list[Place]]:
+        """By layer; of modules that know which they belong to."""
+        found: dict[int, list[Place]] = {}
+        for path, module in decoder.named_modules():
+            layer = getattr(module, "layer_idx", None)
+            if isinstance(layer, int):
+                forward = vars(module).get("forward")
+                found.setdefault(layer, []).append(cls(path, weakly(module), type(module), forward))
+        return found
+
+    def is_untouched(self, decoder: torch.nn.Module, name: str) -> bool:
+        """Whether nothing stands in its place that could have run instead. name: that its configuration has then."""
+        try:
+            found = decoder.get_submodule(self.path)
+        except AttributeError:
+            return not _has(decoder, self.path.rpartition(".")[0])
+        config = getattr(found, "config", None)
+        switched = config is None or getattr(config, "_attn_implementation", name) == name
+        same = found is self.module() and type(found) is self.kind and vars(found).get("forward") is self.own
+        return same and switched
+
+
+def _has(module: torch.nn.Module, path: str) -> bool:
+    try:
+        module.get_submodule(path)
+    except AttributeError:
+        return False
+    return True
 
 
 @define(eq=False, repr=False)
@@ -80,26 +120,37 @@ class Attachment:
 
     original: what the host would run. name: under which both functions are registered with transformers. active:
     whether new forwards run through the session; those that began so end so. only: the one thread whose forwards do;
-    None for all. last: the layer whose rows are left out that nobody reads; None for no layer.
+    None for all. last: the layer whose rows are left out that nobody reads; None for no layer. reader: who says which.
+    configs: every configuration of the decoder. trained: tokens that it was made for, where it says so.
     """
 
     _decoder: weakref.ref[PreTrainedModel] = field(converter=weakly)
     session: Session
     only: threading.Thread | None = None
     last: int | None = None
+    _model: weakref.ref[torch.nn.Module] = field(converter=weakly, kw_only=True, alias="model")
     original: Original = field(init=False)
+    reader: Reader | None = field(default=None, init=False)
+    configs: tuple[PreTrainedConfig, ...] = field(default=(), init=False)
+    trained: int | None = field(default=None, init=False)
     _modules: weakref.WeakSet[torch.nn.Module] = field(factory=weakref.WeakSet, init=False)
+    _places: dict[int, list[Place]] = field(factory=dict, init=False)
     name: str = field(default="", init=False)
     active: bool = field(default=False, init=False)
     switch: Switch | None = field(default=None, init=False)
     hooks: list[Any] = field(factory=list, init=False)
-    _told: set[str] = field(factory=set, init=False)
+    _told: Kinds = field(factory=Kinds, init=False)
     _forwards: set[Forward] = field(factory=set, init=False)
 
     @property
     def decoder(self) -> PreTrainedModel | None:
         """The decoder, None where the model is gone."""
         return self._decoder()
+
+    @property
+    def model(self) -> torch.nn.Module | None:
+        """The model that was attached, of which the decoder is a part; None where it is gone."""
+        return self._model()
 
     @property
     def serves(self) -> bool:
@@ -113,14 +164,37 @@ class Attachment:
     def tell(self, text: str) -> None:
         """Note something that is unlike what was attached, and log it as a warning the first time."""
         self.session.note(text)
-        if text not in self._told:
-            self._told.add(text)
+        if self._told.add(text):
             log.warning("%s: %s", self.session.route.name, text)
+
+    def refuse(self, layers: Iterable[int], text: str) -> None:
+        """`tell` of layers that ran without the method; UnsupportedCallError if the session is strict."""
+        self.tell(text)
+        self.session.forbid(layers, f"{text} (strict)")
+
+    def left(self, layer: int) -> bool:
+        """Whether a layer that did not call is there as it was at attaching, or was taken out: so it did not run."""
+        decoder, places = self.decoder, self._places.get(layer, [])
+        return decoder is not None and bool(places) and all(place.is_untouched(decoder, self.name) for place in places)
 
     def take(self, module: torch.nn.Module) -> None:
         """The decoder got the module after it was attached."""
         with LOCK:
             self._modules.add(module)
+
+    @property
+    def runs(self) -> bool:
+        """Whether a forward of the decoder is on this thread's stack."""
+        return bool(next(_frames(self.decoder), 0))
+
+    def has_another_decoder(self, module: torch.nn.Module) -> bool:
+        """Whether the module is a part of the model, so that it belongs to what took the decoder's place."""
+        model = self.model
+        return model is not None and any(one is module for one in model.modules())
+
+    def sees_all(self, mask: Compact) -> bool:
+        """Whether a sliding window is none: as wide as all that the model was made for, and as the keys that it has."""
+        return self.trained is not None and mask.window is not None and mask.window >= max(self.trained, mask.used)
 
     def is_decoder(self, module: torch.nn.Module) -> bool:
         """Whether a hook speaks of the attached decoder, and not of a shallow copy of it."""
@@ -132,8 +206,10 @@ class Attachment:
         decoder = self.decoder
         if decoder is not None:
             self._modules = weakref.WeakSet(decoder.modules())
+            self._places = Place.all_of(decoder)
+            self.configs, self.trained = configurations(decoder), trained_length(decoder)
         self.name, self.switch, self.active = name, switch, True
-        self._told.clear()
+        self._told = Kinds()
         _bound = (*(ref for ref in _bound if ref() not in (None, self)), weakref.ref(self))
 
     def end(self) -> None:
@@ -145,6 +221,7 @@ class Attachment:
 
     def enter(self, forward: Forward) -> None:
         """A forward of this thread begins; as the host's own, if it does not go through the session."""
+        forward.frame = next(_frames(self.decoder), 0)
         with LOCK:
             self._forget_lost(running=1)
             forward.stock = forward.stock or not self.serves
@@ -184,11 +261,17 @@ class Attachment:
         here = threading.current_thread()
         lost = [forward for forward in self._forwards if not forward.thread.is_alive()]
         mine = [forward for forward in self._forwards if forward.thread is here]
-        if mine and _running(self.decoder) <= running:
+        if mine and len(list(_frames(self.decoder))) <= running:
             lost += mine
         for forward in lost:
-            forward.over, forward.cache = True, None
+            self.lose(forward)
+
+    def lose(self, forward: Forward) -> None:
+        """A forward has ended, though no hook told so."""
+        forward.over, forward.cache = True, None
+        with LOCK:
             self._forwards.discard(forward)
+            self._settle()
 
 
 @frozen(eq=False)
@@ -208,6 +291,7 @@ class Forward:
     session at all. aside: it may go through another's. draft: its last tokens that are a draft, and no part of the
     prompt before them, which ends where `progress` says. read: how many last rows are read; None for all. small: what
     the gate left to the host, by sizes. seen: layers that called the attention function. over: it has ended.
+    frame: the `id` of its frame on the stack, which is there until it ends; 0 where there was none, as in a graph.
     """
 
     owner: Attachment
@@ -222,7 +306,18 @@ class Forward:
     seen: set[int] = field(factory=set, init=False)
     over: bool = field(default=False, init=False)
     outer: Forward | None = field(default=None, init=False)
+    frame: int = field(default=0, init=False)
     thread: threading.Thread = field(factory=threading.current_thread, init=False)
+
+    @property
+    def lost(self) -> bool:
+        """Whether it has ended, though no hook told so: torch calls none after a KeyboardInterrupt."""
+        if not self.frame or self.thread is not threading.current_thread():
+            return False
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and id(frame) != self.frame:
+            frame = frame.f_back
+        return frame is None or not _runs(frame, self.owner.decoder)
 
 
 class Requests:
@@ -291,6 +386,11 @@ def sharing(module: torch.nn.Module) -> Attachment | None:
     return next((one for one in _serving() if one.switch and one.switch.holds(config)), None)
 
 
+def attachments() -> list[Attachment]:
+    """Those that take forwards, or have some that have not ended."""
+    return [attached for ref in _bound if (attached := ref()) is not None]
+
+
 def _serving() -> Iterator[Attachment]:
     return (attached for ref in _bound if (attached := ref()) is not None and attached.serves)
 
@@ -304,19 +404,24 @@ def is_stock() -> bool:
 def _open() -> Iterator[Forward]:
     forward = _current.get()
     while forward is not None:
+        if not forward.over and forward.lost:
+            forward.owner.lose(forward)
         if not forward.over:
             yield forward
         forward = forward.outer
 
 
-def _running(decoder: torch.nn.Module | None) -> int:
-    """How many forwards of the decoder are on this thread's stack."""
-    frame, count = sys._getframe(), 0
-    while frame.f_back is not None:
+def _frames(decoder: torch.nn.Module | None) -> Iterator[int]:
+    """The `id` of the frame of each forward of the decoder on this thread's stack, the innermost first."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if _runs(frame, decoder):
+            yield id(frame)
         frame = frame.f_back
-        if frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is decoder:
-            count += 1
-    return count
+
+
+def _runs(frame: FrameType, decoder: torch.nn.Module | None) -> bool:
+    return frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is decoder
 
 
 def past_length(cache: Any) -> int:

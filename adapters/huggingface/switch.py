@@ -122,14 +122,18 @@ def claim(decoder: PreTrainedModel) -> None:
     A config that names our function though nobody switched it is a copy, or its model is gone: it gets its own back.
     """
     name = type(decoder).__name__
-    refusal = f"{name} is already attached, or shares its config object with a model that is: detach that first"
     with LOCK:
         mine = Switch.of(decoder)
         if any(user.active for user in mine.users):
-            raise AttachError(refusal)
+            raise AttachError(
+                f"{name} is already attached: detach it by its handle, or by detach(model) if that is lost, or replace "
+                "what it is attached by: attach(..., replace=True)"
+            )
         for config, value in implementations(decoder):
             holder = next((switch for switch in _switches if switch.holds(config)), None)
             if holder not in (None, mine):
-                raise AttachError(refusal)
+                raise AttachError(
+                    f"{name} shares its config object with another model that is already attached: detach that first"
+                )
             if holder is None and is_ours(value):
                 config._attn_implementation_internal = named_before(value)

@@ -8,29 +8,20 @@ states, router logits or a loss reads every row.
 from __future__ import annotations
 
 import inspect
-from contextvars import ContextVar
+import sys
+import weakref
+from types import FrameType
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from attrs import define
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from sparseprefill.errors import AttachError
 
-from .state import eagerly
+from .inspection import asks, configurations
 
-_read: ContextVar[dict[int, int] | None] = ContextVar("sparseprefill_read", default=None)
 WANTED = "output_hidden_states", "output_router_logits", "output_attentions"
-
-
-def rows_read(decoder: object) -> int | None:
-    """How many last rows of the decoder's forward that begins now are read; None for all of them.
-
-    Told once: after a KeyboardInterrupt torch calls no hook that would forget it.
-    """
-    known = {**(_read.get() or {})}
-    rows = known.pop(id(decoder), None)
-    _read.set(known)
-    return rows
 
 
 def check(model: torch.nn.Module, decoder: PreTrainedModel, layers: tuple[int, ...] | None) -> int:
@@ -54,19 +45,66 @@ def check(model: torch.nn.Module, decoder: PreTrainedModel, layers: tuple[int, .
     return last
 
 
-@eagerly
-def note(model: Any, decoder: int, named: dict[str, Any] | None) -> None:
-    """A forward of the model begins with these arguments; None where it ends. decoder: the `id` of its decoder."""
-    known = {**(_read.get() or {})}
-    known.pop(decoder, None)
-    if named is not None and (keep := _kept(model, named)) is not None:
-        known[decoder] = keep
-    _read.set(known)
+@define(eq=False)
+class Reader:
+    """The model that a decoder belongs to, and what says which rows of the decoder's forward it reads.
+
+    Asked while the decoder's forward begins: everything is told by the forward of the model that is on the stack, so
+    that nothing has to be forgotten, whatever ends it.
+    """
+
+    _model: weakref.ref[torch.nn.Module]
+    _decoder: weakref.ref[torch.nn.Module]
+    _configs: tuple[PreTrainedConfig, ...]
+    _switches: tuple[str, ...]
+
+    @classmethod
+    def of(cls, model: torch.nn.Module, decoder: torch.nn.Module) -> Reader:
+        """Any configuration that a part of the model has may ask for further outputs."""
+        recorded = (getattr(part, "_can_record_outputs", None) or {} for part in model.modules())
+        switches = dict.fromkeys((*WANTED, *(f"output_{key}" for keys in recorded for key in keys)))
+        return cls(weakref.ref(model), weakref.ref(decoder), configurations(model), tuple(switches))
+
+    def rows(self) -> int | None:
+        """How many last rows of the decoder's forward that begins now are read; None for all of them."""
+        given = self._given()
+        keep = given.get("logits_to_keep")
+        if not isinstance(keep, int) or isinstance(keep, bool) or keep <= 0 or given.get("labels") is not None:
+            return None
+        if any(value for name, value in given.items() if name.startswith("output_")):
+            return None
+        return None if asks(self._configs, *self._switches) else keep
+
+    def _given(self) -> dict[str, Any]:
+        """The arguments of the model's forward that calls the decoder; nothing where it is called by anything else.
+
+        Between the two stand forwards of modules that hold the decoder. A module on the stack whose forward has not
+        begun, or has ended, runs a hook of somebody, who may read every row.
+        """
+        model, decoder, begun = self._model(), self._decoder(), set[int]()
+        frame, calls = sys._getframe().f_back, 0
+        while frame is not None:
+            name = frame.f_code.co_name
+            if name in ("forward", "_call_impl"):
+                module = frame.f_locals.get("self")
+                if name == "forward" and module is model and "logits_to_keep" in frame.f_locals:
+                    return _arguments(frame)
+                if name == "forward":
+                    begun.add(id(module))
+                elif module is decoder:
+                    calls += 1
+                elif id(module) not in begun:
+                    return {}
+                if calls > 1:
+                    return {}
+            frame = frame.f_back
+        return {}
 
 
-def _kept(model: Any, named: dict[str, Any]) -> int | None:
-    keep = named.get("logits_to_keep")
-    asked = (getattr(model.config, name, False) if named.get(name) is None else named[name] for name in WANTED)
-    if not isinstance(keep, int) or keep <= 0 or named.get("labels") is not None or any(asked):
-        return None
-    return keep
+def _arguments(frame: FrameType) -> dict[str, Any]:
+    """Of a function, by name, those that it takes by `**` included."""
+    known, code = dict(frame.f_locals), frame.f_code
+    if code.co_flags & inspect.CO_VARKEYWORDS:
+        last = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
+        known.update(known.get(code.co_varnames[last]) or {})
+    return known

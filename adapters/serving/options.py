@@ -22,6 +22,8 @@ from ..session.watch import RECALL_EVERY, check_every, check_strict
 from .wishes import OFF, SWITCH, mistyped
 
 TABLE = SWITCH
+NO_GATE = 'set "gate": false'
+"""How a server's table asks for no gate, for messages."""
 MIN_QUERY = 128
 """Query rows from which a chunk of a prompt is worth a mask: those of one tile."""
 

@@ -16,7 +16,7 @@ from ..session.report import Report
 from ..session.session import Prefill, Session
 from .failures import reason
 from .model import Model
-from .options import TABLE, Options, Source
+from .options import NO_GATE, TABLE, Options, Source
 from .requests import Requests, Row
 from .summary import SECONDS, Summary, every
 from .tally import Chunk, Owner, Served, Tally
@@ -267,5 +267,6 @@ def _served(source: Source, options: Options, model: Model, owner: Owner, summar
         recall_every=options.recall_every,
         strict_recall=options.strict_recall,
         hear_recall=tally.recall,
+        off=NO_GATE,
     )
     return Served(session, tally)

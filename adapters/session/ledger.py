@@ -11,6 +11,7 @@ from attrs import define, evolve, field, frozen
 
 from sparseprefill.mask.count import allowed_pairs
 
+from .kinds import Kinds
 from .report import LayerRecall, LayerReport, Mode
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ class LayerRecord:
     layer: int
     room: Room = field(factory=Room)
     modes: Counter[Mode] = field(factory=Counter)
-    reasons: Counter[str] = field(factory=Counter)
+    reasons: Kinds = field(factory=Kinds)
     cross: int = 0
     last: Mode = "unused"
     sizes: tuple[int, int, int] = (0, 0, 0)
@@ -177,7 +178,7 @@ class LayerRecord:
             window_calls=self.modes["window"],
             dense_calls=self.modes["dense"],
             cross_calls=self.cross,
-            reasons=dict(self.reasons),
+            reasons=self.reasons.counts(),
             density=None if self.lost or self.last != "sparse" else _ratio(self.pairs),
             mean_density=_ratio(self.total) if mean else None,
             skipped=None if self.lost or self.last != "sparse" or not self.skips else _ratio(self.skipped),

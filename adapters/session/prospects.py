@@ -24,11 +24,12 @@ class Prospects:
     """What will become of a session's calls.
 
     never: why none of them can run sparse, whatever comes; empty where one can. doubts: why none may run sparse, as
-    far as can be told.
+    far as can be told. small: the one of these that is the gate's.
     """
 
     never: str = ""
     doubts: tuple[str, ...] = ()
+    small: str = ""
 
 
 def prospects(
@@ -70,7 +71,7 @@ def prospects(
         doubts.append(f"min_query is {min_query}, but the model was trained for at most {trained} tokens")
     if small := _too_small(route, opened, lengths):
         doubts.append(small)
-    return Prospects(doubts=tuple(doubts))
+    return Prospects(doubts=tuple(doubts), small=small)
 
 
 def _lengths(route: Route, min_query: int, trained: int | None) -> list[int]:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Literal
 
 from attrs import field, frozen
+
+from sparseprefill.breakeven.gate import OFF, remedy, with_remedy
+
+from .kinds import Kinds, kind_of
 
 Mode = Literal["sparse", "window", "dense", "unused"]
 
@@ -41,7 +45,8 @@ class LayerReport:
     mode: how its last prefill call ran: the method's mask (sparse), an exact sliding window (window), the host's own
     attention (dense), or not yet (unused). sparse_calls, window_calls, dense_calls: how many calls ran so.
     cross_calls: calls of the layer's cross attention, which is no prefill and always the host's own.
-    reasons: why calls were dense, with counts. density: computed / causal pairs over the last prefill, all its chunks;
+    reasons: why calls were dense, with counts; those that differ in numbers alone are one, with the span of each
+    (``64 to 4096``). density: computed / causal pairs over the last prefill, all its chunks;
     None where that was not sparse, or could not be counted: in a CUDA graph's capture, or for lack of memory.
     mean_density: over all sparse calls, if each was measured.
     skipped: of the pairs that the masks of that prefill held, the share that was left out by their logits and is not in
@@ -74,6 +79,10 @@ class LayerReport:
         return self.sparse_calls + self.window_calls + self.dense_calls
 
     def __str__(self) -> str:
+        return self.line()
+
+    def line(self, elsewhere: Collection[tuple[str, ...]] = ()) -> str:
+        """In words. elsewhere: kinds of reasons that are told for several layers at once."""
         if self.mode == "unused":
             return f"layer {self.layer:>3}  unused"
         sizes = f"{self.batch} x {self.query_length} queries, {self.key_length} keys"
@@ -91,7 +100,8 @@ class LayerReport:
             text += f"  {self.recall}"
         if self.cross_calls:
             text += f"  and {self.cross_calls} of cross attention"
-        why = "; ".join(f"{reason} ({count}x)" for reason, count in self.reasons.items())
+        own = {reason: count for reason, count in self.reasons.items() if kind_of(reason) not in elsewhere}
+        why = "; ".join(f"{reason} ({count}x)" for reason, count in own.items())
         return f"{text}  dense: {why}" if why else text
 
 
@@ -100,14 +110,15 @@ class Report:
     """An attached model.
 
     method: the pipeline's name. host: what it is attached to. implementation: the host's own attention, which serves
-    decoding and every fallback. min_query: query rows from which a call is prefill. grain: tokens at whose multiples
-    a prompt may be cut into chunks, or None. tail: last query rows of a prompt, or of each chunk where the host does
-    not know the prompt's end, that get every key. short_forwards: forwards with fewer rows, all dense: decoding steps
-    and short prompts. layers: in order of their index. notes: what else is worth knowing, with counts. gate: the tables
-    by which calls were judged too small for the method; empty if none was. kernels: how many calls each kernel
-    computed, by its name and, in brackets, why no faster one did (`plan.Kernel`); a call in parts counts for each
-    kernel that it met. prefills: that ran sparse in some layer. measured_prefills: of them, of which recall was to be
-    measured. strict_recall: below which calls count as low; None where nothing was asked for.
+    decoding and every fallback. min_query: query rows from which a call is prefill. grain: tokens at whose multiples a
+    prompt may be cut into chunks, or None. tail: last query rows of a prompt, or of each chunk where the host does not
+    know the prompt's end, that get every key. short_forwards: forwards with fewer rows, all dense: decoding steps and
+    short prompts. layers: in order of their index. notes: what else is worth knowing, with counts, as reasons are.
+    gate: the tables by which calls were judged too small for the method; empty if none was. kernels: how many calls
+    each kernel computed, by its name and, in brackets, why no faster one did (`plan.Kernel`); a call in parts counts
+    for each kernel that it met. prefills: that ran sparse in some layer. measured_prefills: of them, of which recall
+    was to be measured. strict_recall: below which calls count as low; None where nothing was asked for. gated: of the
+    reasons those that the gate gave, with counts of calls. off: how the host is told to have no gate.
     """
 
     method: str
@@ -124,14 +135,16 @@ class Report:
     prefills: int = 0
     measured_prefills: int = 0
     strict_recall: float | None = None
+    gated: Mapping[str, int] = field(factory=dict)
+    off: str = OFF
 
     @property
     def fallbacks(self) -> Mapping[str, int]:
         """Reasons for dense prefill calls, summed over the layers."""
-        total: Counter[str] = Counter()
+        total = Kinds()
         for layer in self.layers:
             total.update(layer.reasons)
-        return dict(total)
+        return total.counts()
 
     @property
     def density(self) -> float | None:
@@ -163,19 +176,40 @@ class Report:
         known = [(one.recall.row_lowest, one.layer) for one in self.layers if one.recall is not None]
         return min(known, default=None)
 
+    @property
+    def idle(self) -> str:
+        """Why the method was never asked, where the gate found every call too small, and what to do about that; empty
+        where something ran sparse, or the gate had no part in it."""
+        if not self.gated or any(layer.sparse_calls for layer in self.layers):
+            return ""
+        calls, why = sum(self.gated.values()), with_remedy("; ".join(self.gated), self.off)
+        return f"nothing ran sparse, since the gate found {calls} calls too small: {why}"
+
     def __str__(self) -> str:
+        idle = self.idle
+        gated = {kind_of(reason) for reason in self.gated} if idle else set()
+        shared = {one: at for one, at in self._shared().items() if kind_of(one) not in gated}
+        told = gated | {kind_of(reason) for reason in shared}
+        notes = [one for one in self.notes.items() if not idle or remedy(self.off) not in one[0]]
         grain = "no grain" if self.grain is None else f"grain {self.grain} tokens"
         tail = f"; dense tail {self.tail} rows" if self.tail else ""
         lines = [
             f"{self.method} on {self.host} (dense: {self.implementation}; {grain}{tail})",
-            *map(str, self.layers),
+            *(layer.line(told) for layer in self.layers),
+            *(f"dense in {n} layers: {one} ({count}x)" for one, (n, count) in shared.items()),
+            *([idle] if idle else []),
             *self._recall_lines(),
             f"dense by length (fewer than {self.min_query} query rows): {self.short_forwards} forwards",
             *([f"dense by break-even: {self.gate}"] if self.gate else []),
             *(f"kernel: {kernel}, {count} calls" for kernel, count in self.kernels.items()),
-            *(f"note: {note} ({count}x)" for note, count in self.notes.items()),
+            *(f"note: {note} ({count}x)" for note, count in notes),
         ]
         return "\n".join(lines)
+
+    def _shared(self) -> dict[str, tuple[int, int]]:
+        """Reasons that several layers have, which are told once: in how many layers, and how many calls."""
+        layers = Counter(kind_of(reason) for layer in self.layers for reason in layer.reasons)
+        return {one: (n, count) for one, count in self.fallbacks.items() if (n := layers[kind_of(one)]) > 1}
 
     def _recall_lines(self) -> list[str]:
         """What was measured; nothing where nothing was."""

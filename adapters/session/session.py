@@ -13,7 +13,7 @@ from typing import TypeVar
 from attrs import define, evolve, field, frozen
 from torch import Tensor
 
-from sparseprefill.breakeven.gate import GateChoice
+from sparseprefill.breakeven.gate import OFF, GateChoice, with_remedy
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import AttachError, ParameterError, UnsupportedCallError, printed, told
 from sparseprefill.mask.mask import SparseMask
@@ -24,6 +24,7 @@ from sparseprefill.route import Route, gated
 from sparseprefill.validate import MOST_ROWS
 
 from .defaults import MIN_QUERY, TAIL
+from .kinds import MOST, Kinds
 from .ledger import LayerRecord, Room
 from .prospects import NOT_CHOSEN, prospects
 from .report import Report
@@ -97,7 +98,8 @@ class Session:
     a call does not say how long its prompt is, the call's own last rows. 0 for none.
     recall_every: of how many prefills that run sparse the recall of one is measured, the first among them; 0 for none.
     strict_recall: the recall below which a measured call is counted, and the first is logged as a warning. hear_recall:
-    told of each measured call when its figures arrive, which no call waits for.
+    told of each measured call when its figures arrive, which no call waits for. off: how this host is told to have no
+    gate, for messages.
     """
 
     def __init__(
@@ -115,6 +117,7 @@ class Session:
         recall_every: int = RECALL_EVERY,
         strict_recall: float | None = None,
         hear_recall: Hear | None = None,
+        off: str = OFF,
     ) -> None:
         if not isinstance(min_query, int) or isinstance(min_query, bool) or not 2 <= min_query <= MOST_ROWS:
             remedy = f"pass an integer from 2, so that decoding stays dense, to {MOST_ROWS}"
@@ -124,7 +127,7 @@ class Session:
         if observe is not None and not callable(observe):
             raise ParameterError(f"observe is {printed(observe)}: pass a function of a call and its result, or None")
         route = Route.of(pipeline if gate is None or gate is False else gated(pipeline, gate))
-        self.route, self.tail = route.with_tail(tail), tail
+        self.route, self.tail, self._off = route.with_tail(tail).with_remedy(off), tail, off
         self.min_query, self.strict = min_query, strict
         self.layers = None if layers is None else _indices(layers)
         self._measure, self._observe, self._warn = measure, observe, warn
@@ -133,9 +136,8 @@ class Session:
         self._watch = RecallWatch(route.name, every, strict_recall, hear_recall, self.note)
         self._records: dict[int, LayerRecord] = {}
         self._room = Room()
-        self._notes: Counter[str] = Counter()
+        self._notes, self._declined, self._gated = Kinds(), Kinds(), Kinds()
         self._kernels: Counter[Kernel | str] = Counter()
-        self._declined: set[str] = set()
         self._short, self._lock = 0, threading.RLock()
 
     def run(self, call: AttentionCall, prefill: Prefill, read: int | None = None) -> Result | Fallback:
@@ -245,15 +247,14 @@ class Session:
     def decline(self, layer: int, reason: str, shape: tuple[int, int, int]) -> Fallback:
         """Record that a prefill call of `shape` (batch rows, queries, keys) is left to the host.
 
-        The first call for a reason is logged as a warning. Raises UnsupportedCallError if `strict`.
+        The first call for a kind of reason is logged as a warning. Raises UnsupportedCallError if `strict`.
         """
         if self.layers is not None and layer not in self.layers:
             return self._dense(layer, NOT_CHOSEN, shape)
         if self.strict:
             raise UnsupportedCallError([f"layer {layer}: {reason}"])
         with self._lock:
-            first = reason not in self._declined
-            self._declined.add(reason)
+            first = self._declined.add(reason)
             fallback = self._dense(layer, reason, shape)
         if first and self._warn:
             log.warning("%s: layer %d runs dense: %s", self.route.name, layer, reason)
@@ -274,7 +275,12 @@ class Session:
     def note(self, text: str) -> None:
         """Count something worth knowing that is no fallback."""
         with self._lock:
-            self._notes[text] += 1
+            self._notes.add(text)
+
+    def forbid(self, layers: Iterable[int], text: str) -> None:
+        """Raise UnsupportedCallError if `strict` and one of the layers is to run sparse: it ran without the method."""
+        if self.strict and any(self.layers is None or layer in self.layers for layer in layers):
+            raise UnsupportedCallError([text])
 
     def missing(self, seen: Set[int]) -> list[int]:
         """Layers that have called before, or were named, and are not among `seen`."""
@@ -309,7 +315,8 @@ class Session:
         if found.never:
             raise AttachError(f"{self.route.name} can never run on {host}: {found.never}")
         for doubt in found.doubts:
-            text = f"{self.route.name} may never run on {host}: {doubt}"
+            said = with_remedy(doubt, self._off) if doubt == found.small else doubt
+            text = f"{self.route.name} may never run on {host}: {said}"
             log.warning("%s", text)
             self.note(text)
 
@@ -317,7 +324,7 @@ class Session:
         """Everything recorded so far; counts the pairs of the masks that wait, reads measured recall (host sync)."""
         recall = self._watch.report()  # before the lock: figures that arrive may be noted
         with self._lock:
-            return Report(
+            made = Report(
                 method=self.route.name,
                 host=host,
                 implementation=implementation,
@@ -330,12 +337,14 @@ class Session:
                     one.report(mean=self._measure, recall=recall.get(layer))
                     for layer, one in sorted(self._records.items())
                 ),
-                notes=dict(self._notes),
-                kernels={str(kernel): count for kernel, count in self._kernels.items()},
+                notes=self._notes.counts(),
+                kernels=self._kernel_kinds(),
                 prefills=self._watch.prefills,
                 measured_prefills=self._watch.measured,
                 strict_recall=self._watch.strict,
+                off=self._off,
             )
+            return evolve(made, gated={why: count for why, count in made.fallbacks.items() if why in self._gated})
 
     def _choose(self, call: AttentionCall) -> Pipeline | Result | Fallback:
         """The pipeline for the call; or what the call comes to without one."""
@@ -347,11 +356,20 @@ class Session:
             choice = self.route.choose(call)
         except UnsupportedCallError as error:
             return self.decline(call.layer, str(error), sizes(call))
+        if choice.gated:
+            self._tell_gated(choice.dense)
         if choice.dense:
             return self._dense(call.layer, choice.dense, sizes(call), chosen=True, small=not choice.of_layer)
         if choice.note:
             self.note(choice.note)
         return choice.pipeline
+
+    def _tell_gated(self, reason: str) -> None:
+        """A call is dense by the gate, which is logged for the first of each kind, with what to do about it."""
+        with self._lock:
+            first = self._gated.add(reason)
+        if first and self._warn:
+            log.info("%s: calls run dense: %s", self.route.name, with_remedy(reason, self._off))
 
     def _sparse(self, call: AttentionCall, prefill: Prefill, pipeline: Pipeline, result: Result) -> Result:
         """Record a call that ran sparse."""
@@ -388,10 +406,10 @@ class Session:
         with self._lock:
             self._record(call.layer).ran(result, sizes(call), prefill.serial, None if self._measure else KEPT_BYTES)
             if result.plan.skip_below is not None and result.skipped is None:
-                self._notes[UNSKIPPED] += 1
+                self._notes.add(UNSKIPPED)
             for note in result.plan.notes.values():
                 if isinstance(note, Remark):
-                    self._notes[str(note)] += 1
+                    self._notes.add(str(note))
 
     def _sliding(self, call: AttentionCall) -> Result | Fallback:
         found = self._full(call)
@@ -416,12 +434,20 @@ class Session:
         with self._lock:
             record = self._record(layer)
             record.count("dense", shape)
-            record.reasons[reason] += 1
+            record.reasons.add(reason)
         return Fallback(reason, **why)
 
     def _count_kernels(self, result: Result, executor: object) -> None:
         """Which kernels served; of an executor that does not tell, its name."""
         self._kernels.update(result.kernels or (type(executor).__name__,))
+        if len(self._kernels) > MOST:
+            self._kernels = Counter[Kernel | str](self._kernel_kinds())
+
+    def _kernel_kinds(self) -> dict[str, int]:
+        found = Kinds()
+        for kernel, count in self._kernels.items():
+            found.add(str(kernel), count)
+        return found.counts()
 
     def _record(self, layer: int) -> LayerRecord:
         found = self._records.get(layer)

@@ -80,7 +80,7 @@ class Switch:
     def _call(
         self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]
     ) -> AttentionCall:
-        refused = not_plain(module, kwargs) or further_tensors(kwargs)
+        refused = not_plain(module, kwargs) or further_tensors(self.original, module, kwargs)
         if kwargs.get("sliding_window") is not None:
             refused = "a sliding window reaches into the block before, which another rank may hold"
         if refused:

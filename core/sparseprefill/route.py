@@ -55,13 +55,14 @@ class Choice:
 
     pipeline: what runs it. dense: why dense attention serves it instead, by the pipeline's executor or the host; empty
     where the pipeline does. note: what the gate had to say without an objection. of_layer: dense for the call's layer,
-    not for its sizes.
+    not for its sizes. gated: dense by the gate.
     """
 
     pipeline: Pipeline
     dense: str = ""
     note: str = ""
     of_layer: bool = False
+    gated: bool = False
 
 
 def _are_pipelines(value: object) -> bool:
@@ -142,7 +143,7 @@ class Route(Runner):
         """
         verdict, found = self._judge(call), self._of_length(call)
         if not verdict.worth:
-            return Choice(found, verdict.reason or UNSAID)
+            return Choice(found, verdict.reason or UNSAID, gated=True)
         if reason := self._objection(call):
             raise UnsupportedCallError([reason])
         if left := self.left_dense(call):
@@ -229,6 +230,10 @@ class Route(Runner):
         """The route whose pipelines all keep so much of sampled rows' attention mass: see `Pipeline.with_recall`."""
         floor = floor_of(recall)
         return self if floor is None else self.each(lambda one: one.with_recall(floor))
+
+    def with_remedy(self, off: str) -> Route:
+        """The route whose gate says in these words how to have none: see `breakeven.gate.remedy`."""
+        return evolve(self, gate=evolve(self.gate, off=off)) if isinstance(self.gate, AutoGate) else self
 
     @property
     def asks_model(self) -> bool:

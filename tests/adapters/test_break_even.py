@@ -4,12 +4,17 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from sparseprefill.adapters.huggingface import attach
+from sparseprefill.adapters.serving.model import Model
+from sparseprefill.adapters.serving.options import read_table
+from sparseprefill.adapters.serving.runtime import Runtime
+from sparseprefill.adapters.serving.tally import Owner
 from sparseprefill.adapters.session.prospects import NOT_CHOSEN
 from sparseprefill.adapters.session.session import WHOLE, Fallback, Prefill, Session
 from torch.nn import functional
@@ -21,6 +26,7 @@ from helpers.hf_models import STREAMING, logits, padded, prompt
 from helpers.tables import from_length, point, shape_of, table, whole
 from sparseprefill.breakeven.gate import GateChoice
 from sparseprefill.breakeven.table import BELOW, BreakEven, Verdict
+from sparseprefill.profiles.identity import ModelIdentity
 
 HEADS: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 8}
 
@@ -197,3 +203,88 @@ def test_a_slow_host_may_have_small_calls_computed_densely() -> None:
     assert ({BELOW: 1}, {WHOLE: 1}) == (report.fallbacks, report.notes)
     session = Session(sp.build("streaming", **STREAMING), layers=[3], gate=pays_from(500))
     assert not getattr(session.run(call, Prefill()), "small", True)
+
+
+def rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No table fits."""
+    monkeypatch.delenv("SPARSEPREFILL_BREAKEVEN", raising=False)
+    monkeypatch.setattr("sparseprefill.breakeven.gate.shipped", lambda device: None)
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_that_nothing_ran_sparse_is_said_once_with_why_and_what_to_do(
+    measured: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rule(monkeypatch)
+    model = hf_models.build("llama", num_hidden_layers=6)
+    gate = pays_from(500) if measured else "auto"
+    with caplog.at_level(logging.INFO, "sparseprefill"), attach(model, "streaming", gate=gate, **STREAMING) as handle:
+        logits(model)
+        logits(model, 60)
+    text = str(handle.report())
+    said = "nothing ran sparse, since the gate found 12 calls too small: "
+    why = BELOW if measured else "no break-even table for cpu: dense by the built-in rule"
+    (line,) = (one for one in text.split("\n") if "sparse, since" in one)
+    assert line.startswith(said + why)
+    assert line.endswith("pass gate=None to run every call sparse")
+    assert 1 == text.count("gate=None")
+    assert "x)" not in text
+    assert line == handle.report().idle
+    assert 1 == sum("calls run dense" in record.getMessage() for record in caplog.records)
+    with attach(model, "streaming", gate=None, **STREAMING) as handle:
+        logits(model)
+    assert ("", {}) == (handle.report().idle, handle.report().gated)
+
+
+def test_what_ran_sparse_at_least_once_is_not_idle(model: Any) -> None:
+    with attach(model, "streaming", gate=pays_from(100), tail=0, **STREAMING) as handle:
+        logits(model, 60)
+        assert "nothing ran sparse" in str(handle.report())
+        logits(model, 400)
+    assert "nothing ran sparse" not in str(handle.report())
+    assert {BELOW: 2} == handle.report().gated
+
+
+def test_a_gate_whose_words_have_numbers(model: Any) -> None:
+    class Numbered:
+        def judge(self, call: sp.AttentionCall, method: str) -> Verdict:
+            return Verdict(False, None, f"{call.kv_len} keys are few")
+
+    with attach(model, "streaming", gate=Numbered(), **STREAMING) as handle:
+        for length in range(60, 70):
+            logits(model, length)
+    assert {"60 to 69 keys are few": 20} == handle.report().fallbacks
+    assert 1 == str(handle.report()).count("keys are few")
+
+
+@pytest.mark.parametrize("table", [{}, {"gate": "auto"}])
+def test_servers_name_what_their_configuration_takes(table: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One place says how to have no gate; a server's table takes false, and no None."""
+    rule(monkeypatch)
+    sizes: dict[str, Any] = {
+        "name": "m",
+        "architecture": "M",
+        "layers": 2,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 8,
+        "digest": "0" * 16,
+    }
+    whole = ModelIdentity(**sizes)
+    table = {"method": "streaming", "parameters": dict(STREAMING), **table}
+    served = Runtime.made(read_table(table), Model(whole, whole, "M", "STOCK", 0), Owner())
+    found = served.session.run(make(90, heads=4, kv_heads=2), Prefill())
+    assert isinstance(found, Fallback)
+    text = str(served.session.report("m", "STOCK"))
+    for said in (found.reason, text):
+        assert 'set "gate": false to run every call sparse' in said
+        assert "gate=None" not in said
+    assert 1 == text.count('"gate": false')
+
+
+def test_reasons_of_several_layers_are_told_once(model: Any) -> None:
+    with attach(model, "streaming", gate=None, **STREAMING) as handle:
+        model(hf_models.prompt())
+    text = str(handle.report())
+    assert 1 == text.count("gradients are recorded")
+    assert "dense in 2 layers: gradients are recorded" in text

@@ -1,5 +1,7 @@
 """What outlives a forward: memory over the chunks of one prefill, and nothing else."""
 
+# ruff: noqa: SIM300 - asserts read expected == actual
+
 from __future__ import annotations
 
 import gc
@@ -198,3 +200,21 @@ def test_sparse_rows_do_not_depend_on_their_padding() -> None:
         alone = model(inputs["input_ids"][1:, 23:]).logits[0]
     torch.testing.assert_close(batch, alone, atol=2e-5, rtol=1e-4)
     assert not handle.report().fallbacks
+
+
+@torch.no_grad()
+def test_a_cache_that_comes_back_in_a_tuple_goes_on() -> None:
+    """A configuration may ask for tuples; the cache in them is that of the prefill all the same."""
+    ids = hf_models.prompt(96)
+    found: list[Any] = []
+    for tuples in (False, True):
+        model = hf_models.build("llama").model
+        model.config.return_dict = not tuples
+        with attach(
+            model, "anchor-attention", gate=None, tail=0, theta=0.0, block=16, step=2, init_tokens=16
+        ) as handle:
+            first = model(ids[:, :50], use_cache=True)
+            cache = next(one for one in first if hasattr(one, "layers")) if tuples else first.past_key_values
+            found.append(model(ids[:, 50:], past_key_values=cache)[0])
+        assert ["prefill was cut at token 50"] == [note.split(";")[0] for note in handle.report().notes]
+    assert torch.equal(*found)

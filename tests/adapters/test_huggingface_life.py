@@ -1,5 +1,7 @@
 """Attaching and detaching: what is restored, what models share, threads, errors in the middle; versions."""
 
+# ruff: noqa: SIM300 - asserts read expected == actual
+
 from __future__ import annotations
 
 import copy
@@ -12,6 +14,7 @@ import sys
 import threading
 import tomllib
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from sparseprefill.adapters.huggingface import attach, attention, hooks, state, versions
+from sparseprefill.adapters.huggingface import attach, attention, detach, hooks, state, versions
 from transformers import LlamaForCausalLM
 
 import sparseprefill as sp
@@ -313,6 +316,144 @@ def test_a_layer_that_no_longer_asks_is_noted(model: Any, make: Any, caplog: pyt
     assert [layer.sparse_calls for layer in report.layers] == [3, 1]
     assert report.notes == {f"layer 1 {hooks.UNREACHED}": 2}
     assert sum(hooks.UNREACHED in record.getMessage() for record in caplog.records) == 1
+
+
+def ends_early(model: Any) -> Any:
+    """As assisted decoding with `assistant_early_exit` does it."""
+    model.config.num_hidden_layers = 3
+
+
+def taken_out(model: Any) -> Any:
+    model.model.layers = model.model.layers[:3]
+
+
+def one_replaced(model: Any) -> Any:
+    model.model.layers[4].self_attn = Own()
+
+
+def own_forward(model: Any) -> Any:
+    model.model.layers[4].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
+
+
+class Passing(torch.nn.Module):
+    """A layer that does nothing."""
+
+    def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> Any:
+        return hidden_states
+
+
+def layer_replaced(model: Any) -> Any:
+    model.model.layers[4] = Passing()
+
+
+def skipped(model: Any) -> Any:
+    """As layer skipping does it: the module is there, and is not called."""
+    layer = model.model.layers[1]
+    layer.forward = lambda hidden_states, *_, **__: hidden_states
+
+
+LEFT: dict[Any, str] = {
+    ends_early: hooks.EARLY.format(last=2, first=3, end=4),
+    taken_out: hooks.EARLY.format(last=2, first=3, end=4),
+    skipped: hooks.SKIPPED.format(layer=1),
+    one_replaced: f"layer 4 {hooks.UNREACHED}",
+    own_forward: f"layer 4 {hooks.UNREACHED}",
+    layer_replaced: f"layer 4 {hooks.UNREACHED}",
+}
+
+
+@pytest.mark.parametrize("change", LEFT)
+@pytest.mark.parametrize("strict", [False, True])
+def test_layers_that_did_not_run_and_layers_that_were_replaced_are_told_apart(change: Any, strict: bool) -> None:
+    """A layer that does not run is no fallback; one that computes something else is, and `strict` raises for it."""
+    model = hf_models.build("llama", num_hidden_layers=5)
+    raises = strict and LEFT[change].startswith("layer 4")
+    with attach(model, "streaming", tail=0, gate=None, strict=strict, **STREAMING) as handle:
+        logits(model)
+        change(model)
+        with pytest.raises(sp.UnsupportedCallError, match="layer 4") if raises else nullcontext():
+            logits(model)
+    assert [LEFT[change]] == list(handle.report().notes)
+    assert {} == handle.report().fallbacks
+
+
+def test_generating_with_an_early_exit_is_told_as_such() -> None:
+    model = hf_models.build("llama", num_hidden_layers=5)
+    with attach(model, "streaming", tail=0, gate=None, **STREAMING) as handle:
+        model.generate(hf_models.prompt(90), max_new_tokens=6, do_sample=False, assistant_early_exit=2)
+    assert not [note for note in handle.report().notes if "replaced" in note]
+    assert any("the forward ended behind layer 1: layers 2 to 4 did not run" in note for note in handle.report().notes)
+
+
+def test_strict_raises_for_whatever_runs_without_the_method(model: Any) -> None:
+    ids = hf_models.prompt()
+    with attach(model, "streaming", tail=0, gate=None, strict=True, **STREAMING), torch.no_grad():
+        with pytest.raises(sp.UnsupportedCallError, match="called outside the attached decoder's forward"):
+            model.model.forward(ids)
+        old, model.model = model.model, transplanted(model.model, transformers.LlamaModel(model.config))
+        with pytest.raises(sp.UnsupportedCallError, match="put in the place of the attached one"):
+            model(ids)
+        model.model = old
+        hf_models.build("llama")(ids)  # another model is none of ours
+        model.set_attn_implementation("eager")
+        with pytest.raises(sp.UnsupportedCallError, match="was set to 'eager' after it was attached"):
+            model(ids)
+    model.set_attn_implementation("sdpa")
+    with attach(model, "streaming", layers=[0], tail=0, gate=None, strict=True, **STREAMING) as handle:
+        logits(model)
+        model.model.layers[1].self_attn = Own()
+        logits(model)
+    assert [f"layer 1 {hooks.UNREACHED}"] == list(handle.report().notes)
+
+
+def test_a_model_whose_handle_is_lost(model: Any) -> None:
+    stock = logits(model)
+    attach(model, "streaming", tail=0, gate=None, **STREAMING)
+    with pytest.raises(sp.AttachError, match=r"already attached.*detach\(model\).*attach\(\.\.\., replace=True\)"):
+        attach(model, "streaming", tail=0, gate=None, **STREAMING)
+    assert not torch.equal(logits(model), stock)
+    handle = detach(model)
+    assert handle is not None
+    assert not handle.active
+    assert [1, 1] == [layer.sparse_calls for layer in handle.report().layers]
+    assert torch.equal(logits(model), stock)
+    assert "sdpa" == model.config._attn_implementation
+    assert detach(model) is None
+    with pytest.raises(sp.AttachError, match="not a torch module"):
+        detach("llama")  # type: ignore[arg-type]
+
+
+def test_detaching_by_a_part_or_a_wrapper(model: Any) -> None:
+    """Whatever holds the decoder will do."""
+    for given in (model.model, torch.nn.Sequential(model)):
+        first = attach(model, "dense")
+        assert first is detach(given)
+        second = attach(given, "dense", verify=False)
+        assert second is detach(model)
+
+
+def test_a_cell_that_runs_again_replaces(model: Any) -> None:
+    stock = logits(model)
+    first = attach(model, "dense", gate=None, replace=True)
+    second = attach(model, "streaming", tail=0, gate=None, replace=True, **STREAMING)
+    assert (False, True) == (first.active, second.active)
+    sparse = logits(model)
+    assert not torch.equal(sparse, stock)
+    wrong: list[tuple[str, dict[str, Any], type[Exception]]] = [
+        ("streaming", {"layers": [9]}, sp.ParameterError),
+        ("share-prefill", {}, sp.AttachError),
+        ("streaming", {"sink": -1}, sp.ParameterError),
+        ("no-method", {}, sp.UnknownMethodError),
+    ]
+    for method, options, error in wrong:
+        with pytest.raises(error):
+            attach(model, method, replace=True, **options)
+        assert second.active, "what fails leaves the model as it was"
+        assert torch.equal(logits(model), sparse)
+    second.detach()
+    assert torch.equal(logits(model), stock)
+    with attach(model, "dense"), pytest.raises(sp.AttachError, match="shares its config object with another model"):
+        attach(type(model)(model.config).eval(), "dense", replace=True)
 
 
 def test_a_decoder_that_is_replaced_is_noted(model: Any) -> None:

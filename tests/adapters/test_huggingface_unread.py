@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 from sparseprefill.adapters.demo.model import load_model
-from sparseprefill.adapters.huggingface import attach
-from sparseprefill.adapters.huggingface import unread as reading
+from sparseprefill.adapters.huggingface import attach, state
 from transformers import DynamicCache
 
 import sparseprefill as sp
@@ -126,29 +125,107 @@ def test_a_forward_that_fails_is_forgotten() -> None:
         with pytest.raises(RuntimeError, match="shapes"):
             model(input_ids=ids, logits_to_keep=1)
         model.lm_head = head
-        assert reading.rows_read(model.model) is None
         model.model(input_ids=ids)
         copied = copy.deepcopy(model)
         copied(input_ids=ids, logits_to_keep=1)
     assert 1 == skipped(handle.report())
 
 
-def test_a_forward_that_is_interrupted_is_forgotten() -> None:
-    """Torch calls no hook behind it; the decoder alone gives every row afterwards."""
+def nested(model: Any, *path: str) -> Any:
+    for name in path:
+        model = getattr(model, name)
+    return model
+
+
+@pytest.mark.parametrize("path", [("config",), ("config", "text_config"), ("model", "language_model", "config")])
+@pytest.mark.parametrize("switch", ["output_hidden_states", "output_router_logits", "output_attentions"])
+def test_a_configuration_at_any_depth_asks_for_every_row(path: tuple[str, ...], switch: str) -> None:
+    model, ids = hf_models.llava(), hf_models.prompt(LENGTH).clamp(max=90)
+    model.set_attn_implementation("eager")
+    setattr(nested(model, *path), switch, True)
+    whole, part, report = both(model, "streaming", lambda m: m(input_ids=ids, logits_to_keep=1))
+    assert 0 == skipped(report)
+    for one, other in zip(whole.hidden_states or (), part.hidden_states or (), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_what_an_inner_configuration_asks_for_comes_out_whole() -> None:
+    model, ids = hf_models.llava(), hf_models.prompt(LENGTH).clamp(max=90)
+    model.config.text_config.output_hidden_states = True
+    whole, part, _ = both(model, "streaming", lambda m: m(input_ids=ids, logits_to_keep=1))
+    assert 3 == len(part.hidden_states)
+    for one, other in zip(whole.hidden_states, part.hidden_states, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_inner_configurations_that_ask_for_nothing_leave_rows_out() -> None:
+    ids = hf_models.prompt(LENGTH).clamp(max=90)
+    whole, part, report = both(hf_models.llava(), "streaming", lambda m: m(input_ids=ids, logits_to_keep=1).logits)
+    torch.testing.assert_close(whole, part, atol=2e-6, rtol=1e-5)
+    assert 1 == skipped(report)
+
+
+INTERRUPTED: dict[str, Any] = {
+    "before the model": lambda m: m.register_forward_pre_hook,
+    "before the decoder": lambda m: m.model.register_forward_pre_hook,
+    "in the last layer": lambda m: m.model.layers[-1].register_forward_pre_hook,
+    "behind the layers": lambda m: m.model.norm.register_forward_pre_hook,
+    "behind the decoder": lambda m: m.model.register_forward_hook,
+    "behind the model": lambda m: m.register_forward_hook,
+}
+
+
+@pytest.mark.parametrize("ending", [KeyboardInterrupt, SystemExit, GeneratorExit, ValueError])
+@pytest.mark.parametrize("where", INTERRUPTED)
+def test_a_forward_that_is_interrupted_is_forgotten(where: str, ending: type[BaseException]) -> None:
+    """Torch calls no hook behind it; the decoder alone, and its last layer alone, give every row afterwards."""
     model, ids = hf_models.build("llama"), hf_models.prompt(LENGTH)
 
     def interrupts(*_: Any) -> None:
-        raise KeyboardInterrupt
+        raise ending
 
+    def layer_alone() -> Any:
+        x = model.model.embed_tokens(ids)
+        positions = model.model.rotary_emb(x, torch.arange(LENGTH)[None])
+        return model.model.layers[-1](x, position_embeddings=positions)
+
+    with torch.no_grad(), attach(model, "streaming", gate=None, **METHODS["streaming"]):
+        wanted = model.model(input_ids=ids).last_hidden_state
+    with torch.no_grad():
+        alone = layer_alone()
     with torch.no_grad(), attach(model, "streaming", gate=None, skip_unread=True, **METHODS["streaming"]) as handle:
-        hook = model.model.norm.register_forward_pre_hook(interrupts)
-        with pytest.raises(KeyboardInterrupt):
+        hook = INTERRUPTED[where](model)(interrupts)
+        with pytest.raises(ending):
             model(input_ids=ids, logits_to_keep=1)
         hook.remove()
-        found = model.model(input_ids=ids).last_hidden_state
-    assert 1 == skipped(handle.report())
+        assert state.current(handle) is None
+        assert torch.equal(alone, layer_alone())
+        assert torch.equal(wanted, model.model(input_ids=ids).last_hidden_state)
+    assert not model._forward_pre_hooks
+    assert not model.model._forward_pre_hooks
+
+
+@pytest.mark.parametrize("where", ["pre", "behind", "head", "layer"])
+def test_the_decoder_called_by_a_hook_gives_every_row(where: str) -> None:
+    """`logits_to_keep` of the forward around it says nothing about the rows that a hook reads."""
+    model, ids = hf_models.build("llama"), hf_models.prompt(LENGTH)
+    found: list[Any] = []
+
+    def calls(*_: Any) -> None:
+        if len(found) < 1:
+            found.append(None)
+            found[0] = model.model(input_ids=ids).last_hidden_state
+
+    owners = {"pre": model, "behind": model.model, "head": model.lm_head, "layer": model.model.layers[0]}
     with torch.no_grad(), attach(model, "streaming", gate=None, **METHODS["streaming"]):
-        assert torch.equal(model.model(input_ids=ids).last_hidden_state, found)
+        wanted = model.model(input_ids=ids).last_hidden_state
+    with torch.no_grad(), attach(model, "streaming", gate=None, skip_unread=True, **METHODS["streaming"]) as handle:
+        owner = owners[where]
+        hook = owner.register_forward_hook(calls) if where == "behind" else owner.register_forward_pre_hook(calls)
+        model(input_ids=ids, logits_to_keep=1)
+        hook.remove()
+    assert torch.equal(wanted, found[0])
+    assert 1 == skipped(handle.report())
 
 
 def test_observers_are_told_of_the_rows_that_were_computed() -> None:

@@ -74,7 +74,7 @@ def test_dense_attention_by_torch_has_its_name() -> None:
 
 
 def test_threads_that_fall_back_together_are_warned_once_a_reason(caplog: pytest.LogCaptureFixture) -> None:
-    reasons = [f"reason {i}" for i in range(150)]
+    reasons = [f"reason {chr(97 + i // 26)}{chr(97 + i % 26)}" for i in range(150)]  # numbers make no other reason
     session, jobs = Session(METHOD), 6
     start = threading.Barrier(jobs)
 

@@ -64,6 +64,23 @@ def build(name: str, seed: int = 0, **changes: Any) -> Any:
     return model
 
 
+def llava(seed: int = 0) -> Any:
+    """A model of images and text, whose decoder has a configuration inside of the model's. Text is below 96."""
+    vision: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    config = transformers.LlavaConfig(
+        text_config=transformers.LlamaConfig(**SIZES),
+        vision_config=transformers.CLIPVisionConfig(**vision, image_size=8, patch_size=4),
+        image_token_index=VOCABULARY - 1,
+    )
+    torch.manual_seed(seed)
+    return transformers.LlavaForConditionalGeneration(config).eval()
+
+
 def prompt(length: int = 90, batch: int = 1, seed: int = 1) -> torch.Tensor:
     """int64 [batch, length]: random tokens without the padding token."""
     return torch.randint(1, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))

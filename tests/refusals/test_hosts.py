@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, cast
 
@@ -160,18 +160,19 @@ def llama_with(attention: type[nn.Module]) -> nn.Module:
     return cast(nn.Module, model)
 
 
-def failing(*on: int) -> Any:
-    """A model of whose forwards some fail, by their number from 0; `forwards` are those that ran."""
+def failing(*on: int, of: str = "") -> Any:
+    """A model of whose forwards some fail, by their number from 0; `forwards` are those that ran. of: a part of it, of
+    which all fail from then on."""
     model = hf_models.build("llama")
     forwards: list[int] = []
     model.forwards = forwards
 
     def count(*_: object) -> None:
         forwards.append(len(forwards))
-        if forwards[-1] in on:
+        if forwards[-1] in on or (of and forwards[-1] > min(on)):
             raise RuntimeError("out of luck")
 
-    model.register_forward_pre_hook(count)
+    model.get_submodule(of).register_forward_pre_hook(count)
     return model
 
 
@@ -216,7 +217,7 @@ MODELS: list[tuple[Callable[[], Any], dict[str, Any], str]] = [
         {},
         "does not run on plain token ids as it is, before it is attached",
     ),
-    (lambda: failing(0), {}, BEFORE),
+    (lambda: failing(0, of="model"), {}, BEFORE),
     (lambda: failing(1, 2), {}, BEFORE),
     (
         lambda: with_logits(lambda out: out + torch.randn_like(out) * out.std()),
@@ -254,10 +255,28 @@ def test_a_failure_with_our_attention_alone_is_ours() -> None:
 
 
 def test_a_model_that_fails_the_dry_run_can_be_attached_without() -> None:
-    model = failing(0)
+    model = failing(0, of="model")
     words = r"does not run on plain token ids.*out of luck.*verify=False"
     with pytest.raises(sp.AttachError, match=words):
         attach(model, "dense")
-    with attach(model, "dense", verify=False) as handle, torch.no_grad():
-        model(hf_models.prompt())
-    assert 2 == len(handle.report().layers)
+    with attach(model, "dense", verify=False) as handle:
+        assert handle.active
+
+
+@pytest.mark.parametrize(
+    ("on", "run"),
+    [
+        ((0,), "2 x 64 random tokens without padding"),
+        (range(9), "2 x 64 random tokens and left padding, through LlamaModel alone"),
+    ],
+)
+def test_what_the_dry_run_had_to_leave_out_is_told(
+    on: Iterable[int], run: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A model may need other inputs than token ids: that is no reason to refuse it, as long as its decoder runs."""
+    with attach(failing(*on), "dense", gate=None) as handle:
+        assert 2 == len(handle.report().layers)
+    said = f"dry run: {run}, since with 2 x 64 random tokens and left padding LlamaForCausalLM fails: RuntimeError: out"
+    (note,) = handle.report().notes
+    assert note.startswith(said)
+    assert ("alone" in run) == any(said in record.getMessage() for record in caplog.records)

@@ -23,7 +23,18 @@ if TYPE_CHECKING:
     from sparseprefill.breakeven.points import DeviceKind
     from sparseprefill.call import AttentionCall
 
-HOW = "measure a table with sparseprefill calibrate, or pass gate=None to run every call sparse"
+OFF = "pass gate=None"
+"""What to do to have no gate, where nothing else is said: a server's configuration takes something else."""
+
+
+def remedy(off: str = OFF) -> str:
+    """What to do about a gate that keeps calls dense. off: how to have none."""
+    return f"{off} to run every call sparse"
+
+
+def with_remedy(reason: str, off: str = OFF) -> str:
+    """A gate's reason, and what to do about it, where the reason does not say that by itself."""
+    return reason if remedy(off) in reason else f"{reason}; {remedy(off)}"
 
 
 @frozen(kw_only=True)
@@ -37,15 +48,16 @@ class Unmeasured:
     keys: int
     work: float | None
 
-    def judge(self, call: AttentionCall, why: str) -> Verdict:
-        """The verdict. why: what is missing, which its reason begins with. By sizes alone."""
+    def judge(self, call: AttentionCall, why: str, off: str = OFF) -> Verdict:
+        """The verdict. why: what is missing, which its reason begins with. off: see `remedy`. By sizes alone."""
         if call.window is not None:
             return Verdict(True)
         batch, heads, rows, width = call.q.shape
         keys = call.kv_len if call.q_offset is None else call.q_offset + rows
         if self.work is not None and keys >= self.keys and batch * heads * width * pairs(rows, keys) >= self.work:
             return Verdict(True, None, f"{why}: judged by {self}")
-        return Verdict(False, None, f"{why}: dense by {self}; {HOW}")
+        how = f"measure a table with sparseprefill calibrate, or {remedy(off)}"
+        return Verdict(False, None, f"{why}: dense by {self}; {how}")
 
     def __str__(self) -> str:
         if self.work is None:
@@ -85,10 +97,11 @@ class AutoGate:
     """Judges each call by the table for its device: the user's own, else the one that ships.
 
     Where there is none, or it has no figures for the call, a cautious rule decides (`Unmeasured`), and its verdicts say
-    so. own: the table that the environment variable SPARSEPREFILL_BREAKEVEN names.
+    so. own: the table that the environment variable SPARSEPREFILL_BREAKEVEN names. off: see `remedy`.
     """
 
     own: BreakEven | None = None
+    off: str = OFF
     _tables: dict[torch.device, BreakEven | str] = field(factory=dict, init=False, repr=False)
     _said: dict[str, None] = field(factory=dict, init=False, repr=False)
 
@@ -112,7 +125,7 @@ class AutoGate:
     def _by_rule(self, call: AttentionCall, why: str) -> Verdict:
         rule = RULES.get(call.q.device.type, NOTHING_KNOWN)
         self._said.setdefault(str(rule))
-        return rule.judge(call, why)
+        return rule.judge(call, why, self.off)
 
     def _find(self, device: torch.device) -> BreakEven | str:
         """The table, or what is missing."""
