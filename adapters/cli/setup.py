@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from sparseprefill.profiles.identity import ModelIdentity
 
 EMBEDDED = "embedded"
+STRETCHED = (
+    ". If the model's card says how to stretch its context (rope scaling in config.json), pass a folder where that is done"
+)
+"""What else helps where a model reads too little; ours is no recipe for it."""
 
 
 @frozen
@@ -137,7 +141,7 @@ class Source:
         """CommandError where the model does not read so many."""
         most = self.positions
         if most is not None and tokens > most:
-            raise CommandError(f"--tokens {tokens}: the model reads at most {most}; pass that or less")
+            raise CommandError(f"--tokens {tokens}: the model reads at most {most}; pass that or less{STRETCHED}")
         width = getattr(self.config.get_text_config(), "hidden_size", None) or 1
         if most is None and self.device_map is None:
             self.place.check_room("--tokens", tokens, width * self.place.dtype.itemsize, "one hidden state of them")
@@ -148,7 +152,7 @@ class Source:
         if most is not None and tokens + greedy > most:
             raise CommandError(
                 f"{what}, {greedy} greedy ones follow, and the model reads at most {most}: pass --tokens "
-                f"{most - greedy} or less"
+                f"{most - greedy} or less{STRETCHED}"
             )
 
     def check_layers(self, layer: int, head: int) -> None:
