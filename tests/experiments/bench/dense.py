@@ -93,6 +93,11 @@ def forced(kernel: str) -> AbstractContextManager[object]:
     return nullcontext() if kernel == ANY else sdpa_kernel(KERNELS[kernel])
 
 
+def fastest_first() -> AbstractContextManager[object]:
+    """Makes PyTorch's attention prefer the kernels of `KERNELS`, in their order, to its own choice."""
+    return sdpa_kernel([*KERNELS.values(), SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH], set_priority=True)
+
+
 def pieces_of(call: AttentionCall, lengths: Sequence[int]) -> list[Piece]:
     """q, k, v of each launch: the whole batch, or one row after the other; groups of heads where q is `LARGE`."""
     q, k, v = call.q, call.k, call.v
