@@ -22,14 +22,17 @@ FEWEST = 12
 """Notes of a short conversation."""
 TIMES = ("first", "second", "third")
 FAMILIES = ("only", *(f"{one} of three" for one in TIMES))
-TOPICS = tuple(
-    "apples bridges candles deserts engines forests glaciers harbors islands jackets kites lamps mountains needles "
-    "oceans pianos quarries rivers saddles tunnels umbrellas valleys wagons yachts zebras anchors baskets clocks dolphins "
-    "eagles fountains gardens hammers insects jewels kettles ladders mirrors notebooks orchards pencils quilts robots "
-    "shadows towers uniforms villages windows barley cameras dragons envelopes feathers guitars horses icebergs jungles "
-    "kitchens lizards magnets napkins otters parrots railways sailors theaters volcanoes whales castles drums elephants "
-    "ferries geysers hotels lanterns markets nurses oysters pumpkins ropes spiders tractors violins wolves beaches cactus "
-    "diamonds flutes grapes helmets".split()
+TOPICS = (
+    *("apples", "bridges", "candles", "deserts", "engines", "forests", "glaciers", "harbors", "islands"),
+    *("jackets", "kites", "lamps", "mountains", "needles", "oceans", "pianos", "quarries", "rivers", "saddles"),
+    *("tunnels", "umbrellas", "valleys", "wagons", "yachts", "zebras", "anchors", "baskets", "clocks"),
+    *("dolphins", "eagles", "fountains", "gardens", "hammers", "insects", "jewels", "kettles", "ladders"),
+    *("mirrors", "notebooks", "orchards", "pencils", "quilts", "robots", "shadows", "towers", "uniforms"),
+    *("villages", "windows", "barley", "cameras", "dragons", "envelopes", "feathers", "guitars", "horses"),
+    *("icebergs", "jungles", "kitchens", "lizards", "magnets", "napkins", "otters", "parrots", "railways"),
+    *("sailors", "theaters", "volcanoes", "whales", "castles", "drums", "elephants", "ferries", "geysers"),
+    *("hotels", "lanterns", "markets", "nurses", "oysters", "pumpkins", "ropes", "spiders", "tractors"),
+    *("violins", "wolves", "beaches", "cactus", "diamonds", "flutes", "grapes", "helmets"),
 )
 
 
@@ -73,16 +76,11 @@ def _head(topic: str) -> str:
 
 def _turns(words: Words, count: int, thrice: list[str], once: list[str]) -> list[tuple[str, Ids, str]]:
     """Family, prompt, and topic of each question. once: in the order of their notes."""
-    made = []
+    made, rounds = [], -(-count // len(FAMILIES))
     for index in range(count):
-        family, round_ = FAMILIES[index % len(FAMILIES)], index // len(FAMILIES)
-        rounds = -(-count // len(FAMILIES))
-        topic = (
-            thrice[round_ % len(thrice)]
-            if index % len(FAMILIES)
-            else once[len(once) * (2 * round_ + 1) // (2 * rounds)]
-        )
-        which = f"the {TIMES[index % len(FAMILIES) - 1]} note" if index % len(FAMILIES) else "the note"
-        question = words.ids(f"Repeat {which} about {topic} that you wrote, word for word.")
-        made.append((family, (*words.again, *question, *words.answer, *words.ids(_head(topic))), topic))
+        turn, which = divmod(index, len(FAMILIES))
+        topic = thrice[turn % len(thrice)] if which else once[len(once) * (2 * turn + 1) // (2 * rounds)]
+        note = f"the {TIMES[which - 1]} note" if which else "the note"
+        question = words.ids(f"Repeat {note} about {topic} that you wrote, word for word.")
+        made.append((FAMILIES[which], (*words.again, *question, *words.answer, *words.ids(_head(topic))), topic))
     return made

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,8 @@ from experiments.bench.report import write_figures
 from experiments.files import Files
 
 from .agents import Chunk, Run
-from .talk import Played, Scores, added
+from .requests import COUNTED
+from .talk import FIRST, Played, Scores, added
 
 if TYPE_CHECKING:
     from sparseprefill.adapters.cli.setup import Place
@@ -29,23 +31,24 @@ if TYPE_CHECKING:
 HALF = 0.5
 """Share of right answers below which the model itself cannot do what a column shows."""
 NOTES = (
-    "right / asked; dense's own are in its row. density: pairs computed / causal pairs of the text's prefill, mean over "
-    "the layers. Methods prefill; every answer is decoded, or read, with dense attention behind their cache."
+    "right / asked; dense's own are in its row. density: pairs computed / causal pairs of the text's prefill, "
+    "mean over the layers. Methods prefill; every answer is decoded, or read, with dense attention behind their cache."
 )
 TASKS = {
     "lookups": "values that are exact, by the third of the text in which they stand; one conversation a text, in which "
     "the model's own answers stay.",
-    "requests": "first tokens of a note that are the likeliest, by which of the notes about its topic it is (teacher "
-    "forcing); whole: notes of which all of these are, so that greedy decoding gives them.",
+    "requests": f"the first {COUNTED} tokens of a note that are the likeliest, by which of the notes about its topic "
+    f"it is (teacher forcing); exact: notes of which greedy decoding gives the first {FIRST} tokens.",
     "chain": "values that are exact: keys, which the text says; doors, which hang on the answer before.",
 }
 """What the columns of each table are."""
 AGENTS = (
     "Each chunk is prefilled behind the cache of all before it. copies, facts: restated tokens and facts that are the "
-    "likeliest right / asked, of those that stand in an earlier chunk (in the prefix: of all). KL, 99 %: KL(dense || "
+    "likeliest, right / asked, of those that an earlier chunk has (in the prefix: of all). KL, 99 %: KL(dense || "
     "sparse) of the next token in nats over all rows of the chunk, mean and 99th percentile, against the run in which "
     "everything was dense; NLL: ratio of mean negative log-likelihoods, sparse / dense. density: pairs computed / "
-    "causal pairs of the chunk's calls. seconds: of the chunk's prefill, mean over the texts; speed-up: stock's / these."
+    "causal pairs of the chunk's calls. seconds: of the chunk's prefill, mean over the texts; speed-up: "
+    "stock's / these."
 )
 DROP = ("99 %", "NLL", "density")
 
@@ -130,7 +133,7 @@ def asked_table(task: str, played: Sequence[Played], title: str = "") -> Table:
         title=head,
         drop=("density",),
         remarks=[*unable, *_remarks(played)],
-        notes=f"{TASKS[task]} {NOTES}".capitalize(),
+        notes=f"{TASKS[task]} {NOTES}",
     )
 
 
@@ -195,27 +198,21 @@ def agents_table(runs: Sequence[Run], title: str = "") -> Table:
     every = sum(one.facts[0] for one in own), sum(one.facts[1] for one in own)
     scores = {"copies": (total.right, total.asked), "facts": every}
     able, unable = _able({name: pair for name, pair in scores.items() if pair[1]})
-    cells = {
+    cells: dict[str, Callable[[_Turn], str]] = {
         "copies": lambda one: right_of((one.copies.right, one.copies.asked)),
         "facts": lambda one: right_of(one.facts),
     }
 
-    def apart(name: str, digits: str = "") -> Column[_Turn]:
-        def cell(one: _Turn) -> str:
-            found = one.divergence
-            if found is None:
-                return ""
-            return (
-                format(found.nll_ratio, digits) if digits else small(getattr(found, {"KL": "kl", "99 %": "high"}[name]))
-            )
-
-        return Column(name, cell)
+    def apart(head: str, figure: Callable[[Divergence], str]) -> Column[_Turn]:
+        return Column(head, lambda one: "" if one.divergence is None else figure(one.divergence))
 
     columns: list[Column[_Turn]] = [
         Column("method", lambda one: one.contender.label, words=True),
         Column("turn", lambda one: one.name, words=True),
         *(Column(name, cells[name]) for name in able),
-        *(apart("KL"), apart("99 %"), apart("NLL", ".3f")),
+        apart("KL", lambda found: small(found.kl)),
+        apart("99 %", lambda found: small(found.high)),
+        apart("NLL", lambda found: f"{found.nll_ratio:.3f}"),
         Column("density", lambda one: f"{fmean(each.density for each in one.chunks):.1%}"),
         Column("seconds", lambda one: f"{one.seconds:.3f}"),
         Column("speed-up", lambda one: f"{one.speed_up:.2f}"),
@@ -242,14 +239,10 @@ def _remarks(items: Sequence[Played] | Sequence[Run]) -> list[str]:
             made[f"{label} has {worded(one.contender.parameters)}"] = None
         if one.error:
             made[f"{label} failed on {one.text}: {one.error}"] = None
-    reasons: dict[tuple[str, str], int] = {}
+    why: Counter[tuple[str, str]] = Counter()
     for one in items:
-        for reason, count in one.reasons.items():
-            reasons[one.contender.label, reason] = reasons.get((one.contender.label, reason), 0) + count
-    return [
-        *made,
-        *(f"{label} ran dense in {count} calls of a layer: {why}" for (label, why), count in reasons.items()),
-    ]
+        why.update({(one.contender.label, reason): count for reason, count in one.reasons.items()})
+    return [*made, *(f"{who} ran dense in {count} calls of a layer: {reason}" for (who, reason), count in why.items())]
 
 
 def _who(one: Played | Run) -> dict[str, Any]:

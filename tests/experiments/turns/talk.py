@@ -25,8 +25,8 @@ from .words import Ids, Words
 
 Scores = Mapping[str, tuple[int, int]]
 """Right and asked, by what a column shows."""
-WHOLE = "whole"
-"""Ends the name of the score of answers that greedy decoding gives exactly."""
+EXACT, FIRST = "exact", 12
+"""Ends the name of the score of answers of which greedy decoding gives the first tokens, and so many."""
 
 
 @frozen
@@ -155,10 +155,8 @@ def _went_on(reader: Reader, tokenizer: Any, cache: Any, talk: Talk) -> Iterator
 
 
 def _forced(reader: Reader, cache: Any, turn: Turn, handle: Handle | None) -> Iterator[tuple[str, int, int]]:
-    """How many tokens of the right answer are the likeliest, and whether all are; the cache is left as it was.
-
-    If all are, greedy decoding gives this answer.
-    """
+    """How many tokens of the right answer are the likeliest, and whether the first ones all are, so that greedy
+    decoding gives them; the cache is left as it was."""
     length = cache.get_seq_length()
     device, answer = reader.device, torch.tensor(turn.answer)
     first = reader.follow(cache, torch.tensor([turn.prompt], device=device))[-1:].argmax(-1)
@@ -168,9 +166,9 @@ def _forced(reader: Reader, cache: Any, turn: Turn, handle: Handle | None) -> It
         with handle.decoding():
             others = reader.follow(cache, answer[None, :-1].to(device)).argmax(-1)
     cache.crop(length - cache.get_seq_length())
-    right = int((torch.cat([first, others]).cpu() == answer).sum())
-    yield turn.family, right, len(answer)
-    yield f"{turn.family}, {WHOLE}", right == len(answer), 1
+    right = torch.cat([first, others]).cpu() == answer
+    yield turn.family, int(right.sum()), len(answer)
+    yield f"{turn.family}, {EXACT}", bool(right[:FIRST].all()), 1
 
 
 def added(scores: Sequence[tuple[str, int, int]]) -> Scores:

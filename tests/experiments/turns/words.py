@@ -60,7 +60,7 @@ def _pieces(tokenizer: Any) -> tuple[str, str, str] | None:
         alone: str = tokenizer.apply_chat_template(said[:1], tokenize=False, add_generation_prompt=True)
     except Exception:  # templates are programs of others, and raise what they like
         return None
-    if [1, 1, 1] != [text.count(mark) for mark in MARKS] or 1 != alone.count(MARKS[0]):
+    if any(text.count(mark) != 1 for mark in MARKS) or alone.count(MARKS[0]) != 1:
         return None
     begin, answer = alone.split(MARKS[0])
     rest = text[text.index(MARKS[1]) + len(MARKS[1]) :]
