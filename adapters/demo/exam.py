@@ -120,16 +120,25 @@ def asker(model: Any, tokenizer: Any, exam: Exam) -> Callable[[Any, Progress], M
     return ask
 
 
-@torch.inference_mode()
 def greedy(model: Any, cache: Any, prompt: list[int], draft: list[int]) -> list[int]:
-    """Decode as many tokens as `draft` has, greedily, after the cache and `prompt`; the cache is left as it was.
+    """Decode as many tokens as `draft` has, greedily, after the cache and `prompt`; the cache is left as it was. See
+    `answered`."""
+    length = cache.get_seq_length()
+    found = answered(model, cache, prompt, draft)
+    _drop(cache, cache.get_seq_length() - length)
+    return found
+
+
+@torch.inference_mode()
+def answered(model: Any, cache: Any, prompt: list[int], draft: list[int]) -> list[int]:
+    """Decode as many tokens as `draft` has, greedily, after the cache and `prompt`. The cache then holds these, too,
+    but for the last of them, as after any decoding.
 
     The prompt is one forward pass, as a chunk of prefill is. The draft saves time and changes nothing: a forward pass
     over a part of it gives the model's own choice at each place, choices are taken as long as they agree with it, and
     where one departs decoding goes on from that choice. These steps are short, so that an adapter takes them for
     decoding.
     """
-    length = cache.get_seq_length()
     found: list[int] = []
     pending, step = prompt, 1
     while len(found) < len(draft):
@@ -142,7 +151,6 @@ def greedy(model: Any, cache: Any, prompt: list[int], draft: list[int]) -> list[
         _drop(cache, len(ahead) - taken)
         found += chosen[:taken]
         pending = found[-1:]
-    _drop(cache, cache.get_seq_length() - length)
     return found
 
 

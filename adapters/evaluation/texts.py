@@ -54,10 +54,20 @@ _THINGS = ("lantern", "kettle", "compass", "ladder", "violin", "anchor", "basket
 _LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data", "__pycache__"})
 
 
-def built_in(tokenizer: Any, tokens: int, count: int, seed: int = 0, kinds: Sequence[str] = ()) -> list[Prompt]:
+def built_in(
+    tokenizer: Any,
+    tokens: int,
+    count: int,
+    seed: int = 0,
+    kinds: Sequence[str] = (),
+    *,
+    copies: int = COPIES,
+    facts: int = FACTS,
+) -> list[Prompt]:
     """`count` prompts of `tokens` tokens each, of all kinds in turn, or of some, with what is restated in them.
 
-    seed: chooses the texts and everything in them. Raises ParameterError for a kind that there is not.
+    seed: chooses the texts and everything in them. copies, facts: passages and facts that are restated in a text, at
+    most; without passages there are no facts either. Raises ParameterError for a kind that there is not.
     """
     chosen = tuple(kinds) or tuple(KINDS)
     for kind in chosen:
@@ -67,7 +77,8 @@ def built_in(tokenizer: Any, tokens: int, count: int, seed: int = 0, kinds: Sequ
     for index in range(count):
         kind, place = chosen[index % len(chosen)], seed + index // len(chosen)
         rng = random.Random(f"text/{kind}/{place}")
-        found.append(_prompt(f"{kind} {place}", _natural(kind, rng, tokenizer, tokens), rng, tokenizer))
+        natural = Prompt(f"{kind} {place}", tuple(_natural(kind, rng, tokenizer, tokens)))
+        found.append(_restated(natural, _facts(rng, tokenizer, tokens, facts), rng, tokens, copies))
     return found
 
 
@@ -78,10 +89,6 @@ def with_copies(prompt: Prompt, most: int | None = None, seed: int = 0) -> Promp
     may stand.
     """
     return _restated(prompt, [], random.Random(f"copies/{prompt.name}/{seed}"), most)
-
-
-def _prompt(name: str, ids: Sequence[int], rng: random.Random, tokenizer: Any) -> Prompt:
-    return _restated(Prompt(name, tuple(ids)), _facts(rng, tokenizer, len(ids)), rng, len(ids))
 
 
 def share_of(most: int, tokens: int) -> int:
@@ -97,10 +104,10 @@ class _Fact:
     value: Span
 
 
-def _facts(rng: random.Random, tokenizer: Any, tokens: int) -> list[_Fact]:
+def _facts(rng: random.Random, tokenizer: Any, tokens: int, most: int) -> list[_Fact]:
     keys = [f"{a} {b} {c}" for a in _SIZES for b in _COLOURS for c in _THINGS]
     made = []
-    for index, key in enumerate(rng.sample(keys, share_of(FACTS, tokens))):
+    for index, key in enumerate(rng.sample(keys, share_of(most, tokens))):
         value = str(rng.randrange(10**6, 10**7))
         line = "\n" + FORMS[index % len(FORMS)].format(key=key, value=value) + "\n"
         first = line.rindex(value)
@@ -119,10 +126,15 @@ def _plain(tokenizer: Any) -> Any:
     return read
 
 
-def _restated(prompt: Prompt, facts: Sequence[_Fact], rng: random.Random, most: int | None) -> Prompt:
-    """The prompt with facts, which stand in it twice, and with passages of its own again, each far below the first."""
+def _restated(
+    prompt: Prompt, facts: Sequence[_Fact], rng: random.Random, most: int | None, copies: int = COPIES
+) -> Prompt:
+    """The prompt with facts, which stand in it twice, and with passages of its own again, each far below the first.
+
+    most: tokens that it may have then. copies: passages, at most.
+    """
     whole = len(prompt.ids)
-    passages = share_of(COPIES, whole)
+    passages = share_of(copies, whole)
     added = passages * LENGTH + 2 * sum(len(one.ids) for one in facts)
     cut = whole - END - (0 if most is None else max(0, whole + added - most))
     if not passages or cut - FAR - LENGTH < (passages + 1) * LENGTH:
