@@ -41,8 +41,8 @@ EPS, MARGINS = (0.02, 0.05, 0.1), (0.0, 0.25, 0.5, 1.0)
 QUANTILE = 0.99
 NOTES = (
     "due: tiles of a query tile and KV head in which a row that is looked at gives a key eps of its softmax, without "
-    "those kept anyway, sinks and the row's own; dropped: of these, by the logits of a precision. margin: the threshold "
-    "is eps * exp(-margin), which is nothing but a smaller eps. kept: tiles kept of all that causality allows."
+    "those kept anyway, sinks and the row's own; dropped: of these, by the logits of a precision. margin: the threshold"
+    " is eps * exp(-margin), which is nothing but a smaller eps. kept: tiles kept of all that causality allows."
 )
 app = command("Count the tiles that rowmax must keep and drops in 8 bits, on a model's own queries and keys.")
 
