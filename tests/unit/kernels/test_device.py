@@ -1,4 +1,4 @@
-"""What a GPU is to kernels, their settings and tables of times: AMD's numbers are no NVIDIA's, and Blackwell is no Hopper."""
+"""What a GPU is to kernels, their settings and tables of times: AMD is no NVIDIA, Blackwell no Hopper."""
 
 # ruff: noqa: SIM300 - asserts read expected == actual
 
