@@ -34,7 +34,9 @@ def fit(
         float | None,
         typer.Option(min=0.0, max=1.0, help="Lowest share of rows with dense's token; by default 0.99."),
     ] = None,
-    kl: Annotated[float | None, typer.Option(min=0.0, help="Highest mean KL(dense || sparse), in nats.")] = None,
+    kl: Annotated[
+        float | None, typer.Option(min=0.0, callback=options.finite, help="Highest mean KL(dense || sparse), in nats.")
+    ] = None,
     recall: Annotated[
         float | None, typer.Option(min=0.0, max=1.0, help="Lowest recall: share of the attention mass kept.")
     ] = None,
@@ -53,7 +55,7 @@ def fit(
     count: Annotated[int, typer.Option(min=1, help="Maximum number of prompts of each length.")] = 4,
     tail: options.Tail = TAIL,
     recall_floor: options.Floor = None,
-    minutes: Annotated[float, typer.Option(min=0.01, help="Time for the search.")] = 20.0,
+    minutes: Annotated[float, typer.Option(min=0.01, callback=options.finite, help="Time for the search.")] = 20.0,
     by: Annotated[
         options.Cost, typer.Option("--by", help="What to minimise; by default seconds on a GPU, density on a CPU.")
     ] = options.Cost.AUTO,
