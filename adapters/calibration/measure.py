@@ -178,7 +178,7 @@ def table_of(
         device=kind if kind.name else evolve(kind, name=platform.machine()),
         shapes=tuple(known.values()),
         versions={"sparseprefill": __version__, "python": platform.python_version(), "torch": torch.__version__}
-        | ({"cudnn": str(torch.backends.cudnn.version()), **versions("triton")} if kind.type == "cuda" else {}),
+        | ({"cudnn": str(torch.backends.cudnn.version()), **versions("triton")} if device.type == "cuda" else {}),
         measured=measured,
     )
 

@@ -134,7 +134,7 @@ def _before(path: Path, device: torch.device) -> BreakEven:
     from sparseprefill.breakeven.table import BreakEven, device_kind
 
     found, here = BreakEven.load(path), device_kind(device)
-    if (found.device.type, found.device.capability) != (here.type, here.capability):
+    if not found.device.like(here):
         raise CommandError(f"--append: {path} is a {found}, this is {here}: write to another file")
     return found
 

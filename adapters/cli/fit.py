@@ -36,7 +36,9 @@ def fit(
         float | None,
         typer.Option(min=0.0, max=1.0, help="Lowest share of rows with dense's token; by default 0.99."),
     ] = None,
-    kl: Annotated[float | None, typer.Option(min=0.0, help="Highest mean KL(dense || sparse), in nats.")] = None,
+    kl: Annotated[
+        float | None, typer.Option(min=0.0, callback=options.finite, help="Highest mean KL(dense || sparse), in nats.")
+    ] = None,
     copies: Annotated[
         float,
         typer.Option(
@@ -63,7 +65,7 @@ def fit(
     seed: options.Seed = 0,
     tail: options.Tail = TAIL,
     recall_floor: options.Floor = None,
-    minutes: Annotated[float, typer.Option(min=0.01, help="Time for the search.")] = 20.0,
+    minutes: Annotated[float, typer.Option(min=0.01, callback=options.finite, help="Time for the search.")] = 20.0,
     by: Annotated[
         options.Cost, typer.Option("--by", help="What to minimise; by default seconds on a GPU, density on a CPU.")
     ] = options.Cost.AUTO,

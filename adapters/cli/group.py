@@ -6,8 +6,10 @@ are remembered here, to be named when a signal ends it.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -20,6 +22,7 @@ from typer.core import TyperGroup
 
 from sparseprefill.errors import SparsePrefillError, nearest
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _SMALLER = "pass shorter lengths or smaller sizes, or free memory"
 _files: list[str] = []
 
@@ -103,12 +106,18 @@ class Group(TyperGroup):
         _files.clear()
         try:
             status = super().main(*args, **{**extra, "standalone_mode": False})
+            sys.stdout.flush()  # what does not fit is said here, not as Python ends
         except SparsePrefillError as error:
             _fail(str(error), 1)
         except (StoppedError, typer.Abort):
             _fail(f"stopped: {written()}", 130)
         except MemoryError as error:
             _fail(f"{error or 'there is not enough memory'}: {_SMALLER}", 1)
+        except OSError as error:  # files have their own words, so this is standard output
+            if error.errno not in _FULL:
+                raise
+            sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - else Python tries once more
+            _fail(f"standard output: {error.strerror}; free space, or send it elsewhere", 1)
         except RuntimeError as error:  # of PyTorch, on a GPU and on a CPU
             if not any(word in str(error) for word in ("out of memory", "can't allocate memory")):
                 raise
@@ -117,7 +126,7 @@ class Group(TyperGroup):
             text = getattr(error, "format_message", None)
             if text is None:
                 raise
-            _fail(text(), getattr(error, "exit_code", 2))
+            _fail(_unparsed(error) or text(), getattr(error, "exit_code", 2))
         sys.exit(status if isinstance(status, int) else 0)
 
     def invoke(self, ctx: Any) -> Any:
@@ -141,6 +150,26 @@ class Group(TyperGroup):
         if not word.startswith("-") and self.get_command(ctx, word) is None:
             ctx.fail(f"there is no command {word!r}{nearest(word, self.list_commands(ctx))}")
         return super().resolve_command(ctx, args)
+
+
+def _unparsed(error: Any) -> str:
+    """What is wrong with an option's value, where typer only has pydantic's text of it; empty elsewhere."""
+    cause, names = error.__cause__, getattr(getattr(error, "param", None), "opts", ())
+    found = cause.errors() if names and hasattr(cause, "errors") else []
+    if not found:
+        return ""
+    kind, message, limits, value = (found[0].get(key, "") for key in ("type", "msg", "ctx", "input"))
+    bounds = {"greater_than_equal": ("ge", "or more"), "less_than_equal": ("le", "or less")}
+    if kind in bounds:
+        key, words = bounds[kind]
+        remedy = f"{limits[key]} {words}"
+    elif kind.startswith(("int", "float")):
+        remedy = "a whole number" if kind.startswith("int") else "a number"
+    else:
+        said = message.removeprefix("Value error, ").rstrip(".")
+        _, among, choices = said.partition(" is not one of ")
+        remedy = f"one of {choices}" if among else f"another value: {said}"
+    return f"{max(names, key=len)} {value}: pass {remedy}"
 
 
 def _fail(message: str, status: int) -> NoReturn:
@@ -179,13 +208,33 @@ def check_folder(option: str, path: Path) -> None:
 
 def unwritable(option: str, path: Path, error: OSError) -> CommandError:
     """The error for a file of an option that could not be written."""
-    return CommandError(f"{option} {path}: {error.strerror}; pass a path that can be written")
+    remedy = "free space, or name a path on another disk" if error.errno in _FULL else "pass a path that can be written"
+    return CommandError(f"{option} {path}: {error.strerror}; {remedy}")
 
 
-def write(option: str, path: Path, text: str) -> None:
-    """Write the file of an option, in UTF-8; CommandError where that fails."""
+def write(option: str, path: Path, content: str | bytes) -> None:
+    """Write the file of an option, text in UTF-8, whole or not at all; CommandError where that fails."""
+    data = content.encode() if isinstance(content, str) else content
     try:
-        path.write_text(text, encoding="utf-8")
+        _replace(path, data)
     except OSError as error:
         raise unwritable(option, path, error) from error
     wrote(path)
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Put a new file in the place of an old one. What is no file, such as a pipe, or stands in a folder that takes no
+    other, is written to."""
+    real = path.resolve()
+    if real.exists() and not (real.is_file() and os.access(real.parent, os.W_OK)):
+        real.write_bytes(data)
+        return
+    beside = real.with_name(f".{real.name}.new")
+    try:
+        beside.write_bytes(data)
+        if real.exists():
+            shutil.copymode(real, beside)
+        beside.replace(real)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise

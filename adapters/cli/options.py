@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
@@ -73,6 +74,13 @@ def check_model(context: typer.Context, path: str | None) -> str | None:
     elif not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", path):
         raise CommandError(f"--model {path or repr(path)}: there is no such folder; {MODELS}")
     return path
+
+
+def finite(parameter: typer.CallbackParam, value: float | None) -> float | None:
+    """CommandError for infinity, which no time and no bound is."""
+    if value is not None and math.isinf(value):
+        raise CommandError(f"{max(parameter.opts, key=len)} {value}: pass a finite number")
+    return value
 
 
 def _floor(text: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from sparseprefill.refiners.skip import SkipSoftmax
 from sparseprefill.route import Route
 
 from ..evaluation.outcome import Outcome
-from .group import wrote
+from .group import write
 
 CELLS = 128
 COLUMNS = (4, 5, 3)
@@ -33,8 +34,14 @@ def draw(outcomes: Sequence[Outcome], layer: int, head: int, path: Path) -> None
     shown = [_of_outcome(outcome, layer, head) for outcome in outcomes if not outcome.error]
     if shown:
         where = f"layer {layer}, head {head}, {shown[0].tokens:,} tokens"
-        sheet(shown, ("What each prefill computes:", where)).savefig(path, format="png")
-        wrote(path)
+        save(sheet(shown, ("What each prefill computes:", where)), "--picture", path)
+
+
+def save(figure: Figure, option: str, path: Path, **more: Any) -> None:
+    """Write a figure to the file of an option, in the format of its name; CommandError where that fails."""
+    held = BytesIO()
+    figure.savefig(held, format=path.suffix.lower().removeprefix(".") or "png", **more)
+    write(option, path, held.getvalue())
 
 
 @frozen(eq=False)

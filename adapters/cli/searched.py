@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -23,7 +22,7 @@ from ..calibration.search import By, Readings, Search, Searcher, Target, Trial
 from ..evaluation.outcome import Summary
 from . import render
 from .catalog import DEFAULTS, worded
-from .group import Stop, unwritable, wrote
+from .group import Stop, write
 from .options import changes, floored, suited
 from .render import Column, Table
 from .results import measured
@@ -165,13 +164,7 @@ class Run:
             versions=versions(self.methods, default_registry()),
             tuned=self.how,
         )
-        beside = self.output.with_name(f".{self.output.name}.new")
-        try:
-            beside.write_text(made.to_json(), encoding="utf-8")
-            os.replace(beside, self.output)
-        except OSError as error:
-            raise unwritable("--output", self.output, error) from error
-        wrote(self.output)
+        write("--output", self.output, made.to_json())
 
     def time(self, shown: Bars) -> None:
         """Time what was chosen beside dense attention; the times go into the profile."""

@@ -16,7 +16,7 @@ from sparseprefill.errors import ParameterError
 
 from . import render
 from .group import CommandError
-from .options import Json
+from .options import Json, finite
 
 VLLM, SGLANG = "http://127.0.0.1:8000", "http://127.0.0.1:30000"
 """Where the servers listen unless told otherwise."""
@@ -24,7 +24,7 @@ NEEDED = "VLLM_SERVER_DEV_MODE=1"
 EXTENSION = "sparseprefill.adapters.vllm.worker.ReportExtension"
 TABLE = "sparseprefill"
 """The key of our table in vLLM's additional configuration, and of our reports in SGLang's answer."""
-Timeout = Annotated[float, typer.Option(min=0.1, help="Seconds to wait for its answer.")]
+Timeout = Annotated[float, typer.Option(min=0.1, callback=finite, help="Seconds to wait for its answer.")]
 
 
 def vllm_check(

@@ -253,8 +253,8 @@ class Kernel:
 
     name: "reference", "cpu" (PyTorch's fused attention over gathered keys), "portable" (Triton, any GPU), "hopper"
     (Gluon, compute capability 9.0), "torch" (dense attention of its own), or what an executor calls its own.
-    reason: why no faster one did, where there is one: what it has against the call, or that this variant of it does not
-    compile or launch here.
+    reason: why no faster one did, where there is one: what it has against the call or the GPU, or that this variant of
+    it does not compile or launch here.
     """
 
     name: str

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sparseprefill.kernels.settings import FUSED, Settings, capability
+from sparseprefill.kernels.settings import FUSED, HOPPER, Settings, capability, roomy
 from sparseprefill.kernels.source import Keys, strides
 from sparseprefill.kernels.steps import batch_row, factor, floor_div, load_rows, stored_rows
 
@@ -343,16 +343,17 @@ BATCH = 64  # keys settled at once
 
 
 def settings(capability: tuple[int, int], block_d: int, itemsize: int) -> Settings:
-    """Settings of the scoring launch, block_m keys by block_n pooled queries: (9, 0) is Hopper, (0, 0) the interpreter.
+    """Settings of the scoring launch, block_m keys by block_n pooled queries.
 
-    block_d: head dimension, rounded up to a power of two. itemsize: bytes per element of k.
+    capability: as `settings.capability` has it. block_d: head dimension, rounded up to a power of two. itemsize: bytes per element of k.
     """
-    if capability[0] < 9:
+    if not roomy(capability):
         return Settings(64, 64, 4, 2)
     if block_d > 128:
         return Settings(128, 64, 8, 2, tma=True)
     # 256 keys x 64 queries: each pooled query is read half as often as with 128 x 128, and two programs still fit.
-    return Settings(256, 64, 8, 3, tma=True, maxnreg=128 if itemsize == 2 else None)
+    cap = 128 if itemsize == 2 and capability == HOPPER else None  # measured there alone
+    return Settings(256, 64, 8, 3, tma=True, maxnreg=cap)
 
 
 def stripes(

@@ -12,7 +12,17 @@ import triton
 from torch import Tensor
 from triton.errors import TritonError
 
-from sparseprefill.kernels.settings import FUSED, Settings, block, capability, cdiv, power_of_two
+from sparseprefill.kernels.settings import (
+    FUSED,
+    HOPPER,
+    IN_8_BITS,
+    Settings,
+    block,
+    capability,
+    cdiv,
+    power_of_two,
+    roomy,
+)
 from sparseprefill.kernels.source import Keys, strides
 from sparseprefill.kernels.steps import LOG2E
 
@@ -24,8 +34,6 @@ if TYPE_CHECKING:
 
     from . import RowMaxConfig
 
-IN_8_BITS = (8, 9)
-"""Compute capability from which there are products of e4m3."""
 PROGRAMS = 512
 """Programs that a launch should have where few rows look far back; they then share the keys of a row."""
 FEWEST = 8
@@ -38,15 +46,16 @@ FAILED: list[Exception] = []
 
 @cache
 def settings(capability: tuple[int, int], block_d: int, itemsize: int) -> Settings:
-    """By compute capability, (0, 0) for the interpreter, head dimension, rounded up to a power of two, and bytes per
-    element of a product's two sides. block_m: sampled rows, block_n: keys."""
+    """By `settings.capability`, head dimension, rounded up to a power of two, and bytes per element of a product's two
+    sides. block_m: sampled rows, block_n: keys."""
     wide = block_d > 128
     if itemsize == 4:
         return Settings(32, 16, warps=8, stages=2)
-    if capability[0] not in (9, 10):  # others have less shared memory
+    if not roomy(capability):
         return Settings(64 if wide else 128, 64, warps=4, stages=2)
     # Two programs share a Hopper multiprocessor: one's maxima overlap the other's products.
-    return Settings(128, 64 if wide else 128, warps=8, stages=4 - itemsize, maxnreg=128 if itemsize == 1 else None)
+    cap = 128 if itemsize == 1 and capability == HOPPER else None  # measured there alone
+    return Settings(128, 64 if wide else 128, warps=8, stages=4 - itemsize, maxnreg=cap)
 
 
 def in_8_bits(call: AttentionCall, precision: str) -> bool:
@@ -155,7 +164,7 @@ def _for_hopper(call: AttentionCall, config: RowMaxConfig) -> bool:
     """Whether the kernel for Hopper can serve a call."""
     narrow = block(call.q.shape[3]) <= 128 and call.q.shape[3] >= 64
     plain = call.window is None and config.block == kernels.HOPPER_TILE and narrow
-    return plain and capability(call.q.device) == (9, 0) and in_8_bits(call, config.precision)
+    return plain and capability(call.q.device) == HOPPER and in_8_bits(call, config.precision)
 
 
 @cache

@@ -53,7 +53,7 @@ class RowMaxEstimator:
             if launch.in_8_bits(call, "fp8"):
                 return None
         return (
-            f"rowmax: precision='fp8' needs float16 or bfloat16 on a CUDA device of capability 8.9 or above, not "
+            f"rowmax: precision='fp8' needs float16 or bfloat16 on an NVIDIA GPU of capability 8.9 or above, not "
             f"{call.q.dtype} on {call.q.device}: pass 'auto' or 'exact'"
         )
 

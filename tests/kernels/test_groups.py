@@ -14,7 +14,7 @@ import triton.language as tl
 from kernels.device import CUDA, DEVICE, DTYPES
 from kernels.groups import make, small_settings
 from sparseprefill.kernels.groups import GroupTiles, group_settings, paged_settings, program_tile, tile_of
-from sparseprefill.kernels.settings import Settings
+from sparseprefill.kernels.settings import Settings, roomy
 from sparseprefill.statistics.grid import supported
 
 
@@ -122,7 +122,7 @@ def test_calls_that_the_kernels_cannot_serve() -> None:
     assert not supported(make(torch.float64, (1, 1), 64, 0, 0), 256, 64)
 
 
-@pytest.mark.parametrize("capability", [(0, 0), (8, 0), (8, 9), (9, 0), (10, 0)])
+@pytest.mark.parametrize("capability", [(0, 0), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_settings_suit_the_grid(capability: tuple[int, int], itemsize: int) -> None:
     suits(capability, itemsize, group_settings(capability, itemsize))
@@ -133,6 +133,6 @@ def test_settings_suit_the_grid(capability: tuple[int, int], itemsize: int) -> N
 def suits(capability: tuple[int, int], itemsize: int, chosen: Settings) -> None:
     assert chosen.block_n % chosen.block_m == 0
     assert chosen.block_m >= 64
-    assert chosen.tma == (capability[0] >= 9)
+    assert chosen.tma == roomy(capability)
     shared = (chosen.block_m + chosen.block_n) * chosen.block_k * itemsize * chosen.stages
-    assert shared <= (227 if capability[0] >= 9 else 99) << 10
+    assert shared <= (227 if roomy(capability) else 99) << 10

@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.device import BOUNDS
+from kernels.device import BOUNDS, HOPPER
 from kernels.requests import mask_of
 from sparseprefill import AttentionCall, Carry, Plan, SparseMask, output_error
 from sparseprefill.executors.triton import TritonExecutor
 from sparseprefill.kernels.attention import launch as launcher
 from sparseprefill.testing import attention, tensors
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a GPU of capability 9.0")]
 TRITON = TritonExecutor()
 HALVES = (torch.float16, torch.bfloat16)

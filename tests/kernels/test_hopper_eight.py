@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kernels.device import HOPPER
 from oracles import eight_bits as oracle
 from sparseprefill import AttentionCall, Pages, Plan, Result, SparseMask, output_error
 from sparseprefill.executors.triton import TritonExecutor
@@ -12,7 +13,6 @@ from sparseprefill.plan import EightBits
 from sparseprefill.testing import attention
 
 launch = pytest.importorskip("sparseprefill.kernels.hopper.launch")
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a GPU of capability 9.0")]
 PLAIN, EIGHT = TritonExecutor(), TritonExecutor(precision="int8")
 ALL_IN_16 = TritonExecutor(precision="int8", bound=0.0)

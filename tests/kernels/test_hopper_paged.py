@@ -10,8 +10,8 @@ import torch
 from attrs import evolve
 
 from kernels.caches import LAYOUTS, copied, in_fp8, paged, untouched
-from kernels.device import BOUNDS
-from kernels.test_hopper import HALVES, HOPPER, check, far, mixed
+from kernels.device import BOUNDS, HOPPER
+from kernels.test_hopper import HALVES, check, far, mixed
 from sparseprefill import AttentionCall, Carry, Plan, SparseMask, output_error
 from sparseprefill.executors.triton import TritonExecutor
 from sparseprefill.kernels.attention import launch as launcher

@@ -10,8 +10,9 @@ import torch
 
 from helpers.launches import noted_launches
 from kernels.caches import LAYOUTS, untouched
+from kernels.device import HOPPER
 from kernels.requests import mask_of, step_of
-from kernels.test_hopper import HALVES, HOPPER
+from kernels.test_hopper import HALVES
 from sparseprefill import Plan
 from sparseprefill.executors.triton import TritonExecutor
 

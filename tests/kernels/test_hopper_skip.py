@@ -10,8 +10,8 @@ import torch
 from attrs import evolve
 
 from kernels.caches import paged
-from kernels.device import BOUNDS
-from kernels.test_hopper import HALVES, HOPPER, make, mixed
+from kernels.device import BOUNDS, HOPPER
+from kernels.test_hopper import HALVES, make, mixed
 from sparseprefill import AttentionCall, Carry, Plan, Result, SparseMask, output_error
 from sparseprefill.executors.triton import TritonExecutor
 from sparseprefill.plan import Kernel

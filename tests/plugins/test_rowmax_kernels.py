@@ -26,7 +26,7 @@ from kernels.device import CUDA, DEVICE, DTYPES
 from kernels.groups import make
 from sparseprefill import AttentionCall
 from sparseprefill import kernels as core_kernels
-from sparseprefill.kernels.settings import Settings, capability
+from sparseprefill.kernels.settings import HOPPER, Settings, capability
 from sparseprefill.kernels.source import Keys
 
 # numpy, which the interpreter computes with, warns of the infinities that belong here
@@ -336,7 +336,7 @@ def test_the_kernel_for_hopper_finds_what_the_portable_one_does(
     """The same numbers in 8 bits, multiplied by the same instructions."""
     call = make(torch.bfloat16, (6, 2), q_len, before, 0, width=width, **HOPPERS[name])
     call = evolve(call, sinks=torch.linspace(-3, 5, 6, device=DEVICE))
-    if capability(call.q.device) != (9, 0):
+    if capability(call.q.device) != HOPPER:
         pytest.skip("no Hopper here")
     for most in (1, MAXIMA):
         monkeypatch.setattr(launch, "MAXIMA", most)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from attrs import field, frozen
 
-from sparseprefill.breakeven.points import pairs
+from sparseprefill.breakeven.points import device_type, pairs
 from sparseprefill.breakeven.table import UNKNOWN, BreakEven, Verdict, device_kind
 from sparseprefill.errors import ParameterError, printed
 
@@ -73,7 +73,7 @@ RULES = {
     "cpu": Unmeasured(keys=32768, work=_work(32768, 32768, 4, 64)),
     "cuda": Unmeasured(keys=32768, work=_work(2048, 65536, 32, 128)),
 }
-"""By the type of the device, as PyTorch names it."""
+"""By the type of a device's kind. On AMD's GPUs ("rocm") nothing was measured."""
 NOTHING_KNOWN = Unmeasured(keys=0, work=None)
 
 
@@ -123,14 +123,14 @@ class AutoGate:
         return "; ".join(self._said)
 
     def _by_rule(self, call: AttentionCall, why: str) -> Verdict:
-        rule = RULES.get(call.q.device.type, NOTHING_KNOWN)
+        rule = RULES.get(device_type(call.q.device), NOTHING_KNOWN)
         self._said.setdefault(str(rule))
         return rule.judge(call, why, self.off)
 
     def _find(self, device: torch.device) -> BreakEven | str:
         """The table, or what is missing."""
         here = device_kind(device)
-        if self.own is not None and (self.own.device.type, self.own.device.capability) == (here.type, here.capability):
+        if self.own is not None and self.own.device.like(here):
             return self.own
         found = shipped(here)
         return f"no break-even table for {here}" if found is None else found

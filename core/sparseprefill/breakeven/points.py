@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+import torch
 from attrs import field, frozen
 
 from sparseprefill.errors import ParameterError
@@ -37,17 +38,29 @@ DENSITY = fitting("", lambda x: is_number(x, 5e-324, 1), "a share of the causal 
 CAPABILITY = fitting("", _is_capability, "two integers, such as [9, 0], or null")
 
 
+def device_type(device: torch.device) -> str:
+    """PyTorch's name of a device's type, but "rocm" for AMD's GPUs, which PyTorch calls "cuda" too.
+
+    The one place that knows: kernels, launch settings and tables tell AMD from NVIDIA by it.
+    """
+    return "rocm" if device.type == "cuda" and torch.version.hip is not None else device.type
+
+
 @frozen(kw_only=True)
 class DeviceKind:
     """What a table was measured on. Calls on a device of this type and capability are judged by it.
 
-    type: PyTorch's name of it, such as "cuda" or "cpu". capability: CUDA's compute capability, None elsewhere.
-    name: for people.
+    type: as `device_type` has it, such as "cuda", "rocm" or "cpu". capability: CUDA's compute capability, or what
+    PyTorch reports in its place for "rocm"; None elsewhere. name: for people.
     """
 
     type: str
     capability: tuple[int, int] | None = field(default=None, validator=CAPABILITY)
     name: str = ""
+
+    def like(self, other: DeviceKind) -> bool:
+        """Whether what was measured on one holds for the other: names say nothing."""
+        return (self.type, self.capability) == (other.type, other.capability)
 
     def __str__(self) -> str:
         kind = self.type if self.capability is None else f"{self.type} {self.capability[0]}.{self.capability[1]}"

@@ -17,6 +17,7 @@ from sparseprefill.breakeven.points import (
     HeadShape,
     Line,
     Sizes,
+    device_type,
     from_length,
     lines,
     nearest,
@@ -117,7 +118,7 @@ class BreakEven:
             return Verdict(True)
         q = call.q
         here = device_kind(q.device)
-        if (here.type, here.capability) != (self.device.type, self.device.capability):
+        if not here.like(self.device):
             return Verdict(True, None, f"{UNKNOWN}the {self} has nothing for {here}")
         dtype = str(q.dtype).removeprefix("torch.")
         keys = call.kv_len if call.q_offset is None else call.q_offset + q.shape[2]
@@ -136,4 +137,5 @@ def device_kind(device: torch.device) -> DeviceKind:
     if device.type != "cuda":
         return DeviceKind(type=device.type)
     major, minor = torch.cuda.get_device_capability(device)
-    return DeviceKind(type="cuda", capability=(major, minor), name=torch.cuda.get_device_name(device))
+    name = torch.cuda.get_device_name(device)
+    return DeviceKind(type=device_type(device), capability=(major, minor), name=name)

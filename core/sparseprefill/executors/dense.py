@@ -10,6 +10,7 @@ from attrs import evolve
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
 
+from sparseprefill.kernels.settings import amd, capability
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.plan import Kernel, Plan, Result
 
@@ -55,8 +56,7 @@ def _cuda(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor
     whole = q.shape[2] == k.shape[2]
     if whole and _hopper(q.device) and can_use_cudnn_attention(params):
         out, lse = KERNELS._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True, scale=scale)[:2]
-    elif q.shape[-1] % 8 == 0 and can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, False, True)):
-        # This operator's `is_causal` aligns the last query with the last key, as torch.nn.attention.bias relies on.
+    elif _flash(q, whole) and can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, False, True)):
         out, lse = KERNELS._scaled_dot_product_flash_attention(q, k, v, 0.0, True, scale=scale)[:2]
     else:
         return None
@@ -73,7 +73,13 @@ def _cpu(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]
     return out, lse if q.dtype == torch.float64 else lse.float()
 
 
+def _flash(q: Tensor, whole: bool) -> bool:
+    """Whether torch's flash attention computes what is meant: its `is_causal` aligns the last query with the last key,
+    as torch.nn.attention.bias relies on. That is not said of AMD's kernel, which serves whole prompts alone."""
+    return q.shape[-1] % 8 == 0 and (whole or not amd(q.device))
+
+
 @cache
 def _hopper(device: torch.device) -> bool:
-    """Whether cuDNN's kernel is the fastest there: from compute capability 9.0 on."""
-    return torch.cuda.get_device_capability(device)[0] >= 9
+    """Whether cuDNN's kernel is the fastest there: from NVIDIA's compute capability 9.0 on."""
+    return capability(device)[0] >= 9

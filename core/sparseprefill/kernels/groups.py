@@ -18,7 +18,7 @@ from attrs import frozen
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sparseprefill.kernels.settings import Settings, capability
+from sparseprefill.kernels.settings import Settings, capability, roomy
 from sparseprefill.kernels.source import Keys, aligned, packed, strides
 from sparseprefill.kernels.steps import batch_row, converted, floor_div
 
@@ -347,10 +347,10 @@ def group_settings(capability: tuple[int, int], itemsize: int) -> Settings:
 
     block_m and block_n are the query and key groups of a tile.
     """
-    hopper = capability[0] >= 9
+    large = roomy(capability)
     if itemsize == 4:
-        return Settings(64, 64, 8, 3, tma=hopper, block_k=16)
-    if hopper:
+        return Settings(64, 64, 8, 3, tma=large, block_k=16)
+    if large:
         # Bytes from L2 per product decide: two warp groups of 64 x 256, one program per multiprocessor.
         return Settings(128, 256, 8, 4, tma=True, block_k=64)
     return Settings(128, 128, 8, 3, block_k=32)
@@ -362,7 +362,7 @@ def paged_settings(capability: tuple[int, int], itemsize: int, size: int) -> Set
 
     By measurement: pointers take registers and a thread's time, so that long sums do better with small tiles.
     """
-    if capability[0] < 9 or itemsize == 4:
+    if not roomy(capability) or itemsize == 4:
         return group_settings(capability, itemsize)
     if size >= LONG:
         return Settings(128, 128, 4, 5, tma=True, block_k=64)

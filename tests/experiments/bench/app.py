@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 from sparseprefill.adapters.cli import render
-from sparseprefill.adapters.cli.group import CommandError, write, wrote
+from sparseprefill.adapters.cli.group import CommandError, write
 from sparseprefill.adapters.cli.options import Device, Dtype, Methods, Threads, Type
 from sparseprefill.adapters.cli.setup import Place
 
@@ -80,7 +80,6 @@ def bench(
     stop.check(len(rows))
     if files.plot is not None:
         pictures.draw(rows, files.plot, facts.machine(place.device)["name"])
-        wrote(files.plot)
     if files.markdown is not None:
         write("--markdown", files.markdown, written(rows))
     figures = [facts.fact(row) for row in rows]

@@ -10,6 +10,7 @@ from attrs import asdict
 from sparseprefill.adapters.calibration.measure import versions
 
 from sparseprefill import __version__
+from sparseprefill.breakeven.table import device_kind
 
 from .measure import Row
 
@@ -20,7 +21,8 @@ def machine(device: torch.device) -> dict[str, Any]:
     found |= {"torch": torch.__version__, "python": platform.python_version()}
     if device.type == "cuda":
         found |= {"name": torch.cuda.get_device_name(device), "cudnn": torch.backends.cudnn.version()}
-        found["capability"] = list(torch.cuda.get_device_capability(device))
+        kind = device_kind(device)
+        found |= {"type": kind.type, "capability": list(kind.capability or ())}
     return found | versions("triton", "transformers")
 
 

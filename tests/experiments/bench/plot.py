@@ -9,6 +9,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
+from sparseprefill.adapters.cli.picture import save
 
 from .measure import Row
 
@@ -57,7 +58,7 @@ def draw(rows: Sequence[Row], path: Path, hardware: str, about: Mapping[str, str
     sizes = "several shapes" if several else _sizes(shown[0])
     dense = ", ".join(sorted({row.baseline for row in shown}))
     figure.suptitle(f"One layer's attention, {sizes}, on {hardware}; dense: {dense}", fontsize=10.5, color=INK)
-    figure.savefig(path, metadata=dict(about or {}))
+    save(figure, "--plot", path, metadata=dict(about or {}))
     return True
 
 

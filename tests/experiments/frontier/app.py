@@ -28,6 +28,7 @@ from sparseprefill.adapters.cli.options import (
     Threads,
     Tried,
     Type,
+    finite,
     suited,
 )
 from sparseprefill.adapters.cli.progress import bars
@@ -97,7 +98,8 @@ def frontier(
         list[int] | None, typer.Option(min=256, help="Length of the texts in tokens; repeat for several.")
     ] = None,
     minutes: Annotated[
-        float | None, typer.Option(min=0.01, help="Time for the search; by default until everything is tried.")
+        float | None,
+        typer.Option(min=0.01, callback=finite, help="Time for the search; by default until everything is tried."),
     ] = None,
     tail: Tail = TAIL,
     recall_floor: Floor = None,

@@ -10,7 +10,8 @@ from attrs import asdict
 from matplotlib.figure import Figure
 from sparseprefill.adapters.cli import render
 from sparseprefill.adapters.cli.catalog import worded
-from sparseprefill.adapters.cli.group import write, wrote
+from sparseprefill.adapters.cli.group import write
+from sparseprefill.adapters.cli.picture import save
 from sparseprefill.adapters.cli.render import Column, Table
 from sparseprefill.adapters.cli.results import TOO_SHORT, cannot, measured
 from sparseprefill.adapters.cli.results import right_of as of
@@ -53,7 +54,6 @@ def report(points: Sequence[Point], about: Mapping[str, Any], place: Place, file
     groups = [[one for one in points if one.tokens == tokens] for tokens in dict.fromkeys(one.tokens for one in points)]
     if files.plot is not None:
         draw(groups[-1], files.plot)
-        wrote(files.plot)
     if files.markdown is not None:
         write("--markdown", files.markdown, "\n".join(markdown(one) for one in groups))
     if files.alone:
@@ -177,7 +177,7 @@ def draw(group: Sequence[Point], path: Path) -> None:
     axes[0].set_yscale("log")
     handles, names = axes[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside right upper", fontsize=8, frameon=False)
-    figure.savefig(path)
+    save(figure, "--plot", path)
 
 
 def _title(group: Sequence[Point]) -> str:

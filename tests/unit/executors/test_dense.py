@@ -83,6 +83,17 @@ def test_the_kernel_of_a_gpu(
     assert len(cuda.params) == 1 or cuda.params[1] == (None, 0.0, False, True)
 
 
+def test_of_amds_kernel_nobody_says_where_it_aligns_fewer_queries_than_keys(
+    cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda.hopper = False
+    monkeypatch.setattr(module, "amd", lambda device: True)
+    q, k = torch.zeros(1, 2, 12, 8), torch.zeros(1, 2, 20, 8)
+    assert module._cuda(q, k, k, 1.0) is None
+    assert module._cuda(q, q, q, 1.0) is not None
+    assert [FLASH] == [name for name, *_ in cuda.kernels.calls]
+
+
 def test_heads_that_share_keys_are_said_to(cuda: SimpleNamespace) -> None:
     q = torch.zeros(1, 2, 8, 8)
     module._cuda(q, q, q, 1.0)
@@ -93,8 +104,8 @@ def test_heads_that_share_keys_are_said_to(cuda: SimpleNamespace) -> None:
 def test_cudnn_is_the_fastest_from_hopper_on(
     capability: tuple[int, int], expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert expected == module._hopper.__wrapped__(torch.device("cpu"))
+    monkeypatch.setattr(module, "capability", lambda device: capability)
+    assert expected == module._hopper.__wrapped__(torch.device("cuda", 6))
 
 
 @pytest.mark.parametrize("offset", [None, 0, 3, 8])

@@ -29,7 +29,7 @@ from sparseprefill.kernels.attention.arguments import (
 )
 from sparseprefill.kernels.attention.kernel import FLAGS, sparse_attention_fwd_kernel, tile_mass_fwd_kernel
 from sparseprefill.kernels.attention.together import Together
-from sparseprefill.kernels.settings import FUSED, Settings, capability, power_of_two, settings
+from sparseprefill.kernels.settings import FUSED, HOPPER, Settings, capability, power_of_two, settings, unlike_hopper
 from sparseprefill.kernels.source import Source, aligned, strides
 from sparseprefill.kernels.steps import LOG2E
 from sparseprefill.plan import Kernel, Skipped
@@ -52,8 +52,8 @@ class Choice:
 
     call: the call to read from; its K and V are copied out of their pages where the Hopper kernel serves the copy, but
     not the pages. hopper: the module of the Hopper kernel, or None where the portable kernel serves. reason: what the
-    Hopper kernel has against the call, or that this variant of it fails here; None where it serves, and where there is
-    none.
+    Hopper kernel has against the call or the GPU, or that this variant of it fails here; None where it serves, and in
+    the interpreter.
     """
 
     call: AttentionCall
@@ -75,7 +75,7 @@ def choose(call: AttentionCall, mask: SparseMask, *, skips: bool = False, togeth
     """
     hopper = hopper_of(call)
     if hopper is None:
-        return Choice(call, reason=_failure("at all"))
+        return Choice(call, reason=_failure("at all") or unlike_hopper(call.q.device) or None)
     if (failed := _failure(variant(call, mask, skips=skips, together=together))) is not None:
         return Choice(call, reason=failed)
     reason = hopper.objection(call, mask, skips=skips)
@@ -104,7 +104,7 @@ def _copied(hopper: Any, call: AttentionCall, mask: SparseMask, reason: str | No
 
 def hopper_of(call: AttentionCall) -> Any:
     """The module of the Hopper kernel, `kernels.hopper.launch`; None on other devices, or where it has no Gluon."""
-    return _hopper() if capability(call.q.device) == (9, 0) else None
+    return _hopper() if capability(call.q.device) == HOPPER else None
 
 
 @cache

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparseprefill.kernels.settings import FUSED, Settings, block, capability, cdiv, power_of_two
+from sparseprefill.kernels.settings import FUSED, HOPPER, Settings, block, capability, cdiv, power_of_two
 from sparseprefill.kernels.source import Keys, packed, strides
 from sparseprefill.kernels.steps import LN2, LOG2E, batch_row, factor, floor_div, load_rows, logits, stored_rows
 
@@ -324,7 +324,7 @@ def settings(capability: tuple[int, int], block_d: int, itemsize: int) -> Settin
     wide = block_d > 128
     if itemsize == 4:
         return Settings(32, 16 if wide else 32, warps=8, stages=2)
-    return Settings(64 if wide else 128, 64, warps=4, stages=3 if capability[0] == 9 and not wide else 2)
+    return Settings(64 if wide else 128, 64, warps=4, stages=3 if capability == HOPPER and not wide else 2)
 
 
 def sampled_mass(
