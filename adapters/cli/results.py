@@ -11,7 +11,7 @@ from attrs import asdict, evolve
 from sparseprefill import __version__
 
 from ..evaluation.outcome import Outcome, Summary, summaries
-from ..evaluation.reading import APART, Sizes
+from ..evaluation.reading import APART, Sizes, inside_rows
 from . import render
 from .render import Column, Item, Table
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 NOTES = (
     "KL, 99 %, same: KL(dense || sparse) of the next token in nats, its mean and 99th percentile, and the share of "
-    "rows where both choose the same token, over {inside} rows spread over the whole prompt but its last {apart}. end "
+    "rows where both choose the same token, over {inside}. end "
     "KL: the mean over the prompt's last {last} rows, the {tail} tokens that follow and {greedy} tokens of dense "
-    "attention's own continuation. recall: share of the attention mass kept, mean over layers, heads and {rows} rows; "
-    "rows: 1st percentile of these rows; lowest: lowest mean of a head, over these or the last rows. density: pairs "
+    "attention's own continuation. recall: share of the attention mass kept, mean over layers, heads and {sampled} rows;"
+    " rows: 1st percentile of these rows; lowest: lowest mean of a head, over these or the last rows. density: pairs "
     "computed / causal pairs. prefill: time of one forward pass, without the measuring; speed-up: the stock model's "
     "time in this run / this time."
 )
@@ -126,10 +126,27 @@ def table_of(rows: Sequence[Summary], sizes: Sizes, title: str = "") -> Table:
         Column("speed-up", times),
         Column("extra", lambda one: "" if one.extra_bytes is None else f"{one.extra_bytes / 2**20:,.0f} MiB"),
     ]
-    notes = (f"{ANSWERS} {NOTES}" if rows[0].answers[1] else NOTES).format(**asdict(sizes), apart=APART)
+    notes = (f"{ANSWERS} {NOTES}" if rows[0].answers[1] else NOTES).format(
+        **{**asdict(sizes), "apart": APART, **_looked_at(rows, sizes)}
+    )
     remarks = [*_failures(rows), *cannot(rows)]
     read = [one for one in rows if one.prompts]
     return Table.of(columns, read, title=title, drop=DROP, remarks=remarks, notes=notes)
+
+
+def _looked_at(rows: Sequence[Summary], sizes: Sizes) -> dict[str, str]:
+    """Rows that were looked at in words, which short prompts have fewer of than were asked for."""
+    lengths = max((one.lengths for one in rows), key=len)
+    count = sum(inside_rows(one, sizes) for one in lengths)
+    of = f" of {len(lengths)} prompts," if len(lengths) > 1 else ""
+    where = f"the whole prompt but its last {APART}" if any(one > APART for one in lengths) else "the whole prompt"
+    if lengths and min(lengths) <= APART < max(lengths):
+        where += ", and over all of shorter ones"
+    sampled = sorted({min(sizes.rows, one) for one in lengths} or {sizes.rows})
+    return {
+        "inside": f"{count} rows{of} spread over {where}",
+        "sampled": " to ".join(map(str, dict.fromkeys((sampled[0], sampled[-1])))),
+    }
 
 
 def cannot(rows: Sequence[Summary]) -> list[str]:

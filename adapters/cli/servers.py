@@ -44,7 +44,7 @@ def vllm_check(
         from ..vllm.check import check
     except ImportError as error:
         raise CommandError(
-            f"the model cannot be read ({error}): install vLLM, or transformers with pip install 'sparseprefill[hf]'"
+            f"the model cannot be read ({error}): install vLLM, or transformers: pip install transformers"
         ) from error
     try:
         whole = AutoConfig.from_pretrained(folder)

@@ -220,8 +220,8 @@ class Outcome:
 class Summary:
     """What one contender did to several prompts: means, but for what says otherwise.
 
-    prompts: that came through. failed: the first error of the others, by prompt. inside, end: next-token
-    distributions over rows of the whole prompts, and at their ends and behind them; see `Fidelity`.
+    prompts: that came through, of `lengths` tokens. failed: the first error of the others, by prompt. inside, end:
+    next-token distributions over rows of the whole prompts, and at their ends and behind them; see `Fidelity`.
     perplexity_ratio: of the text that follows the prompts. answers_inside, answers: right and asked inside the
     prompts, and behind them. parted: median over the prompts, where one that never parted counts as all its tokens.
     recall, p5, lowest: over layers, heads and prompts, of the heads' means over sampled rows; the last_ ones, of
@@ -249,6 +249,7 @@ class Summary:
     extra_bytes: int | None = None
     answers_inside: tuple[int, int] = (0, 0)
     answers: tuple[int, int] = (0, 0)
+    lengths: tuple[int, ...] = ()
 
     @property
     def places(self) -> dict[str, dict[str, Any]]:
@@ -294,6 +295,7 @@ class Summary:
             extra_bytes=max(extra) if extra else None,
             answers_inside=_total([one.inside_score for one in done]),
             answers=_total([one.score for one in done]),
+            lengths=tuple(one.tokens for one in done),
         )
 
 

@@ -40,8 +40,7 @@ class Kept:
     @classmethod
     def of(cls, prompt: Prompt, tokens: int, sizes: Sizes) -> Kept:
         """The rows to read of a prefill of the prompt's first tokens, so many."""
-        most = tokens - APART if tokens > APART else tokens
-        count = min(sizes.inside, most)
+        most, count = before_the_end(tokens), inside_rows(tokens, sizes)
         inside = torch.linspace(0, most - 1, count, dtype=torch.float64).round().long()
         answers = [torch.arange(one.first - 1, one.last - 1) for one in prompt.inside if one.last <= tokens]
         return cls(inside, torch.cat([*answers, torch.empty(0).long()]), torch.arange(tokens - sizes.last, tokens))
@@ -90,6 +89,16 @@ class Sizes:
     greedy: int = field(default=64, validator=whole(1))
     rows: int = field(default=64, validator=whole(1))
     repeats: int = field(default=1, validator=whole(1))
+
+
+def before_the_end(tokens: int) -> int:
+    """Rows of a prompt before its last `APART`; all of them where it has no more."""
+    return tokens - APART if tokens > APART else tokens
+
+
+def inside_rows(tokens: int, sizes: Sizes) -> int:
+    """How many rows inside a prompt of so many tokens are read."""
+    return min(sizes.inside, before_the_end(tokens))
 
 
 @contextmanager

@@ -128,3 +128,19 @@ def test_a_layer_of_transformers_is_handed_on_few_times(method: str) -> None:
 def test_a_layer_of_vllm_is_handed_on_few_times(method: str) -> None:
     walk = vllm_moves(method)
     assert len(walk.moves) <= VLLM[method], walk.moves
+
+
+COUNTED = ("`pipeline(q, k, v)`", "one layer of a transformers model", "one layer in a step of vLLM")
+NEAR = 4
+"""Moves by which the page may be off: a few come and go with what Python has cached."""
+
+
+@pytest.mark.parametrize(("row", "count"), zip(COUNTED, (pipeline_moves, layer_moves, vllm_moves), strict=True))
+def test_the_page_of_the_design_has_these_counts(row: str, count: Any) -> None:
+    page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    table = page[page.index("| Moves |") :].split("\n\n")[0]
+    methods = [cell.strip() for cell in table.splitlines()[0].split("|")[2:-1]]
+    figures = next(line for line in table.splitlines() if line.startswith(f"| {row}")).split("|")[2:-1]
+    found = {name: len(count(name).moves) for name in methods}
+    told = {name: int(cell) for name, cell in zip(methods, figures, strict=True)}
+    assert {} == {name: (told[name], n) for name, n in found.items() if abs(told[name] - n) > NEAR}
