@@ -22,10 +22,10 @@ NOTES = (
     "KL, 99 %, same: KL(dense || sparse) of the next token in nats, its mean and 99th percentile, and the share of "
     "rows where both choose the same token, over {inside}. end "
     "KL: the mean over the prompt's last {last} rows, the {tail} tokens that follow and {greedy} tokens of dense "
-    "attention's own continuation. recall: share of the attention mass kept, mean over layers, heads and {sampled} rows;"
-    " rows: 1st percentile of these rows; lowest: lowest mean of a head, over these or the last rows. density: pairs "
-    "computed / causal pairs. prefill: time of one forward pass, without the measuring; speed-up: the stock model's "
-    "time in this run / this time."
+    "attention's own continuation. recall: share of the attention mass kept, mean over layers, heads and {sampled} "
+    "rows; rows: 1st percentile of these rows; lowest: lowest mean of a head, over these or the last rows. density: "
+    "pairs computed / causal pairs. prefill: time of one forward pass, without the measuring; speed-up: the stock "
+    "model's time in this run / this time."
 )
 DROP = ("extra", "prefill", "same", "end KL", "rows", "99 %", "recall", "lowest", "density", "KL")
 """Columns that a narrow terminal leaves out, in this order."""

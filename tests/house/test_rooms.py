@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from helpers.walk import layer_walk, pipeline_walk
 from house.moves import layer_moves, pipeline_moves, vllm_moves
-from house.test_layers import PLACES, imported, module_name
+from house.test_layers import PLACES, ROOT, imported, module_name
 
 FILES = [(layer, path) for layer, place in PLACES.items() for path in sorted(place.rglob("*.py"))]
 MODULES = {module_name(layer, path): path for layer, path in FILES}
