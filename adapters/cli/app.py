@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from importlib.util import find_spec
 
+from sparseprefill.errors import extra
+
 NEEDED = ("typer", "rich", "matplotlib", "jinja2")
 LIGHT = ("vllm-report", "vllm-check", "sglang-report")
 """Commands for servers: they draw nothing."""
@@ -15,8 +17,8 @@ def main() -> None:
     light = sys.argv[1:2] and sys.argv[1] in LIGHT
     lacking = [name for name in (NEEDED[:2] if light else NEEDED) if find_spec(name) is None]
     if lacking:
-        extra = sys.argv[1].partition("-")[0] if light else "cli"
-        sys.exit(f'error: the command line needs {", ".join(lacking)}: pip install "sparseprefill[{extra}]"')
+        wanted = sys.argv[1].partition("-")[0] if light else "cli"
+        sys.exit(f"error: the command line needs {', '.join(lacking)}: {extra(wanted)}")
     from .commands import app
 
     app()

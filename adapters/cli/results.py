@@ -11,7 +11,7 @@ from attrs import asdict, evolve
 from sparseprefill import __version__
 
 from ..evaluation.outcome import Contender, Outcome, Summary, summaries
-from ..evaluation.reading import APART, Sizes
+from ..evaluation.reading import APART, Sizes, inside_rows
 from . import render
 from .catalog import worded
 from .options import DENSE
@@ -22,13 +22,12 @@ if TYPE_CHECKING:
 
 NOTES = (
     "KL, 99 %, NLL, same: KL(dense || sparse) of the next token in nats, its mean and 99th percentile, the text's own "
-    "negative log-likelihood over dense's, and the share of rows where both choose the same token, over all rows of "
-    "the prompt but its last {apart}. end "
+    "negative log-likelihood over dense's, and the share of rows where both choose the same token, over {inside}. end "
     "KL: the mean over the prompt's last {last} rows, the {tail} tokens that follow and {greedy} tokens of dense "
-    "attention's own continuation. recall: share of the attention mass kept, mean over layers, heads and {rows} rows; "
-    "rows: 1st percentile of these rows; lowest: lowest mean of a head, over these or the last rows. density: pairs "
-    "computed / causal pairs. prefill: time of one forward pass, without the measuring; speed-up: the stock model's "
-    "time in this run / this time."
+    "attention's own continuation. recall: share of the attention mass kept, mean over layers, heads and {sampled} "
+    "rows; rows: 1st percentile of these rows; lowest: lowest mean of a head, over these or the last rows. density: "
+    "pairs computed / causal pairs. prefill: time of one forward pass, without the measuring; speed-up: the stock "
+    "model's time in this run / this time."
 )
 DROP = ("extra", "prefill", "same", "end KL", "rows", "lowest", "NLL", "recall", "99 %", "density", "KL")
 """Columns that a narrow terminal leaves out, in this order."""
@@ -146,7 +145,7 @@ def table_of(rows: Sequence[Summary], sizes: Sizes, title: str = "") -> Table:
     parts = [COPIED] if stock.copies.asked else []
     parts += [f"{ANSWERS} "] if stock.answers[1] else []
     parts += [ROUNDING] if any(one.contender.name == DENSE for one in rows[1:]) else []
-    notes = "".join([*parts, NOTES]).format(**asdict(sizes), apart=APART)
+    notes = "".join([*parts, NOTES]).format(**{**asdict(sizes), "apart": APART, **_looked_at(rows, sizes)})
     remarks = [*_failures(rows), *cannot(rows)]
     read = [one for one in rows if one.prompts]
     return Table.of(columns, read, title=title, drop=DROP, remarks=remarks, notes=notes)
@@ -156,6 +155,21 @@ def _changed(contender: Contender) -> str:
     """The parameters that are not the method's defaults; of a file its name alone."""
     files = {name: Path(value).name for name, value in contender.parameters.items() if isinstance(value, str)}
     return worded({**contender.parameters, **files}, "")
+
+
+def _looked_at(rows: Sequence[Summary], sizes: Sizes) -> dict[str, str]:
+    """Rows that were looked at in words, which short prompts have fewer of than were asked for."""
+    lengths = max((one.lengths for one in rows), key=len)
+    count = sum(inside_rows(one) for one in lengths)
+    of = f" of {len(lengths)} prompts," if len(lengths) > 1 else ""
+    where = f"the whole prompt but its last {APART}" if any(one > APART for one in lengths) else "the whole prompt"
+    if lengths and min(lengths) <= APART < max(lengths):
+        where += ", and over all of shorter ones"
+    sampled = sorted({min(sizes.rows, one) for one in lengths} or {sizes.rows})
+    return {
+        "inside": f"the {count} rows{of} of {where}",
+        "sampled": " to ".join(map(str, dict.fromkeys((sampled[0], sampled[-1])))),
+    }
 
 
 def cannot(rows: Sequence[Summary]) -> list[str]:

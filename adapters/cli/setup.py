@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import evolve, frozen
 
+from sparseprefill.errors import extra
+
 from ..evaluation.reading import threads
 from .group import CommandError
 from .options import MODELS
@@ -185,7 +187,7 @@ def _read(path: str | None) -> Iterator[None]:
         from transformers.utils import logging
     except ImportError as error:
         what = "the embedded model" if path is None else "--model"
-        raise CommandError(f'{what} needs transformers: pip install "sparseprefill[hf]"') from error
+        raise CommandError(f"{what} needs transformers: {extra('hf')}") from error
     logging.disable_progress_bar()
     try:
         yield

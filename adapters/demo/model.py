@@ -19,6 +19,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from sparseprefill.errors import extra
+
 if TYPE_CHECKING:
     import torch
 
@@ -81,4 +83,4 @@ def _transformers() -> Any:
     try:
         return importlib.import_module("transformers")
     except ModuleNotFoundError as error:
-        raise ImportError("the embedded model needs transformers: pip install sparseprefill[hf]") from error
+        raise ImportError(f"the embedded model needs transformers: {extra('hf')}") from error

@@ -29,8 +29,7 @@ from sparseprefill.profiles.table import Progress
 from ..huggingface import attach
 from .outcome import Contender, Fidelity, Layer, Outcome, compare
 from .prompts import Prompt
-from .reading import Answers, Reader, Rows, Sizes, copied, right_inside
-from .reading import inside as rows_inside
+from .reading import Answers, Reader, Rows, Sizes, copied, inside_rows, right_inside
 
 Ask = Callable[[Any, Progress], Answers]
 """Asks about the prompt that a cache holds, and leaves the cache as it was: ``ask(cache, progress)``."""
@@ -190,7 +189,7 @@ class Comparison:
     def _fidelity(self, rows: Rows, cache: Any, tail: Tensor) -> Fidelity:
         ids = torch.tensor(self.prompt.ids)
         end = len(self.prompt.ids) - tail.shape[1]
-        inside, last = slice(rows_inside(end)), slice(end - self.sizes.last, end)
+        inside, last = slice(inside_rows(end)), slice(end - self.sizes.last, end)
         follows = self.reader.follow(cache, tail)
         _, chosen = self.reader.decode(cache, follows[-1], self.sizes.greedy, self.continuation)
         parted = (chosen.argmax(-1).cpu() != self.continuation.cpu()).nonzero()

@@ -30,7 +30,7 @@ from typing import Any, TextIO
 import torch
 from attrs import define, evolve, field, frozen
 
-from sparseprefill.errors import ParameterError, SparsePrefillError, printed, told
+from sparseprefill.errors import ParameterError, SparsePrefillError, extra, printed, told
 from sparseprefill.profiles.table import Progress
 
 from ..huggingface import attach
@@ -136,7 +136,7 @@ def check_names(tasks: Sequence[str]) -> None:
     """ImportError without the extra, ParameterError, with the nearest names, for a task that the harness lacks."""
     lacking = [name for name in NEEDED if find_spec(name) is None]
     if lacking:
-        raise ImportError(f'tasks need {", ".join(lacking)}: pip install "sparseprefill[eval]"')
+        raise ImportError(f"tasks need {', '.join(lacking)}: {extra('eval')}")
     # Not below `_quiet`: they make log handlers that write to what standard error is then.
     for name in ("lm_eval.evaluator", "lm_eval.models.huggingface"):
         import_module(name)

@@ -281,8 +281,8 @@ class Outcome:
 class Summary:
     """What one contender did to several prompts: means, but for what says otherwise.
 
-    prompts: that came through. failed: the first error of the others, by prompt. inside, end: next-token
-    distributions over rows of the whole prompts, and at their ends and behind them; see `Fidelity`.
+    prompts: that came through, of `lengths` tokens. failed: the first error of the others, by prompt. inside, end:
+    next-token distributions over rows of the whole prompts, and at their ends and behind them; see `Fidelity`.
     perplexity_ratio: of the text that follows the prompts. answers_inside, answers: right and asked inside the
     prompts, and behind them. parted: median over the prompts, where one that never parted counts as all its tokens.
     recall, p5, lowest: over layers, heads and prompts, of the heads' means over sampled rows; the last_ ones, of
@@ -313,6 +313,11 @@ class Summary:
     answers: tuple[int, int] = (0, 0)
     copies: Copies = Copies()
     each: tuple[Outcome, ...] = field(default=(), repr=False)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each prompt that came through."""
+        return tuple(one.tokens for one in self.each)
 
     @property
     def places(self) -> dict[str, dict[str, Any]]:

@@ -27,7 +27,7 @@ APART = 160
 """Last rows of a prefill that do not count as inside it: the dense tail serves 128 of them whatever a method keeps."""
 
 
-def inside(tokens: int) -> int:
+def inside_rows(tokens: int) -> int:
     """How many rows of a prefill of so many tokens count as inside it: all but the last `APART`, or all where there
     are no more."""
     return tokens - APART if tokens > APART else tokens

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparseprefill.breakeven.gate import AUTO, GateChoice
-from sparseprefill.errors import AttachError, ParameterError, printed
+from sparseprefill.errors import AttachError, ParameterError, extra, printed
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.profiles.profile import Profile
 from sparseprefill.refiners.recall import Recall
@@ -138,7 +138,7 @@ def _need_transformers() -> None:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] != "transformers":
             raise
-        raise ImportError('attaching needs transformers: pip install "sparseprefill[hf]"') from error
+        raise ImportError(f"attaching needs transformers: {extra('hf')}") from error
 
 
 def _bound(

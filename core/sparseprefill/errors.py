@@ -13,6 +13,11 @@ LONGEST = 400
 """Characters of a value that a message shows."""
 
 
+def extra(name: str) -> str:
+    """How to install one of this package's extras, for errors. No index has the package, so it is from a clone."""
+    return f'pip install -e ".[{name}]" in a clone of sparseprefill'
+
+
 class SparsePrefillError(Exception):
     """Base of everything this library raises on purpose.
 

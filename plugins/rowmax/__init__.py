@@ -16,8 +16,9 @@ class RowMaxConfig:
     every: one query row in so many is looked at, by one head of its KV group under a union, else by each; 1 looks at
     all. block: tile size in tokens. sink: keep the first key tile of every row. union: "group" gives all query heads of
     a KV head what any of them keeps, so that they share the rows to be looked at; "head" keeps for each alone.
-    precision: of the logits that are looked at: "exact", in the call's type; "fp8", which needs a GPU with 8-bit tensor
-    cores; or "auto", which is fp8 where that can be and exact elsewhere.
+    precision: of the logits that are looked at: "exact", in the call's type, where no tile is dropped in which such a
+    row gives a key `eps` of its softmax; "fp8", which needs an NVIDIA GPU with 8-bit tensor cores and drops a few of
+    those; or "auto", which is fp8 where that can be and exact elsewhere.
     """
 
     eps: float = field(default=0.02, validator=number(0.0, 1.0))

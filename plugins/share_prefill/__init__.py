@@ -37,7 +37,7 @@ TABLE = NeededTable(
     of="heads",
     make=Later(f"{__name__}.clustering", "clustered"),
     settings=Settings,
-    needs={"scipy": "sparseprefill[cluster]"},
+    needs={"scipy": "scipy"},
 )
 
 

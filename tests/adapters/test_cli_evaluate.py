@@ -189,4 +189,4 @@ def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "find_spec", lambda name: None if name == "lm_eval" else object())
     result = run(*SMALL, "--method", "streaming")
     assert result.exit_code == 1
-    assert said(result) == 'error: tasks need lm_eval: pip install "sparseprefill[eval]"'
+    assert said(result) == 'error: tasks need lm_eval: pip install -e ".[eval]" in a clone of sparseprefill'

@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 from sparseprefill.adapters.cli.commands import app
+from sparseprefill.adapters.cli.results import _looked_at
 from sparseprefill.adapters.demo.text import text_lines
 from sparseprefill.adapters.evaluation import comparison
+from sparseprefill.adapters.evaluation.outcome import Contender, Summary
+from sparseprefill.adapters.evaluation.reading import Sizes
 from typer.testing import CliRunner, Result
 
 from helpers.hf_models import SLIDING_LAYERS, build
@@ -191,3 +194,27 @@ def test_models_of_other_types(kind: str, tmp_path: Path, embedded_tokenizer: An
     result = CliRunner().invoke(app, ["fit", *own, *small, "--kl", "9", "-o", str(tmp_path / "p.json")])
     assert result.exit_code == 0, result.output
     assert Profile.load(tmp_path / "p.json").ranges[0].method == "streaming"
+
+
+@pytest.mark.parametrize("tokens", ["256", "512"])
+def test_notes_say_how_many_rows_there_were(tokens: str) -> None:
+    """A short prompt has fewer than the 2,048 that a long one is read at."""
+    given = ("--tokens", tokens, *SMALL[2:])
+    facts = json.loads(run(*given, "--json").stdout)
+    rows = facts["methods"][1]["inside"]["rows"]
+    assert rows < int(tokens)
+    text = " ".join(run(*given).stdout.split())
+    assert f"over {rows} rows spread over the whole prompt but its last 160" in text
+    assert "2048 rows" not in text
+
+
+def test_notes_of_several_prompts_and_of_ones_without_an_inside() -> None:
+    def looked_at(*lengths: int) -> str:
+        return _looked_at([Summary(Contender("x"), len(lengths), lengths=lengths)], Sizes(rows=200))["inside"]
+
+    assert looked_at(4096, 512) == "2400 rows of 2 prompts, spread over the whole prompt but its last 160"
+    assert looked_at(130) == "130 rows spread over the whole prompt"
+    mixed = looked_at(4096, 130)
+    assert (
+        mixed == "2178 rows of 2 prompts, spread over the whole prompt but its last 160, and over all of shorter ones"
+    )

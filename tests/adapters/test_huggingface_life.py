@@ -509,7 +509,7 @@ except ImportError as error:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert 'pip install "sparseprefill[hf]"' in done.stdout
+    assert 'pip install -e ".[hf]" in a clone' in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from sparseprefill.adapters.demo.model import load_model, load_tokenizer
 from sparseprefill.adapters.evaluation.comparison import Comparison
 from sparseprefill.adapters.evaluation.outcome import Contender, Copies, Outcome
 from sparseprefill.adapters.evaluation.prompts import Prompt, Span, spans_of
-from sparseprefill.adapters.evaluation.reading import APART, Sizes, copied, inside, right_inside
+from sparseprefill.adapters.evaluation.reading import APART, Sizes, copied, inside_rows, right_inside
 
 import sparseprefill as sp
 from helpers.examples import few_of
@@ -128,8 +128,8 @@ class Given:
 
 
 def test_rows_inside_are_all_but_those_that_the_tail_serves() -> None:
-    assert inside(900) == 900 - APART
-    assert inside(100) == 100, "a prompt that has no more is all inside"
+    assert inside_rows(900) == 900 - APART
+    assert inside_rows(100) == 100, "a prompt that has no more is all inside"
 
 
 def test_an_answer_counts_if_each_of_its_tokens_is_the_likeliest() -> None:
@@ -175,7 +175,7 @@ def test_a_window_finds_a_fifth_at_most_and_the_tail_does_not_help(tokenizer: An
     assert tail.score[0] >= 0.8 * stock.score[0], "the end says nothing of it"
     assert tail.fidelity is not None
     assert tail.fidelity.inside.kl > 10 * tail.fidelity.end.kl
-    assert tail.fidelity.inside.rows == inside(tail.tokens)
+    assert tail.fidelity.inside.rows == inside_rows(tail.tokens)
 
 
 def test_what_runs_dense_loses_nothing_inside(tokenizer: Any) -> None:

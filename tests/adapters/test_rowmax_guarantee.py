@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from sparseprefill.plugins.rowmax import RowMaxConfig
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -21,11 +22,11 @@ from oracles.rowmax import Head, Parameters
 
 NEAR = 0.04
 """Share of the tiles due that 8 bits may drop on these heads; by emulation it is half of that."""
-RARE = {"every": 16}
+RARE: dict[str, Any] = {"every": 16}
 """Rows that are looked at: few, so that tiles are due by one row alone."""
 
 
-def looked_up(length: int, dtype: torch.dtype, device: torch.device = DEVICE) -> sp.AttentionCall:
+def looked_up(length: int, dtype: torch.dtype, device: str = DEVICE) -> sp.AttentionCall:
     """Heads whose logits are large enough that single keys matter."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, heads, length, 64) for heads in (8, 4, 4))
@@ -50,7 +51,7 @@ def check(rows: list[Row]) -> None:
 
 
 def test_16_bits_keep_every_tile_that_is_due_and_8_bits_drop_some() -> None:
-    call = looked_up(4096, torch.bfloat16, torch.device("cpu"))
+    call = looked_up(4096, torch.bfloat16, "cpu")
     rows = counted(call, **RARE)
     check(rows)
     assert 0 < sum(row.dropped for row in rows if row.precision == "8 bits" and row.margin == 0)
@@ -63,7 +64,7 @@ def test_kernels_do_what_the_emulation_does() -> None:
         pytest.skip("no products of e4m3 here")
     measured = shares_of(call, RARE)
     check(list(rows_of([measured], [0.02, 0.1], MARGINS)))
-    emulated = guarantee._estimator(RARE, "exact").shares(guarantee._rounded(call, sp.RowMaxConfig(**RARE)))
+    emulated = guarantee._estimator(RARE, "exact").shares(guarantee._rounded(call, RowMaxConfig(**RARE)))
     near = (emulated > 0.01) & ~measured.always
     # Sums in float16 are what kernels add to rounding.
     assert 0.05 > float((emulated[near].log() - measured.found["8 bits"][near].log()).abs().mean())

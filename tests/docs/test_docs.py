@@ -6,15 +6,20 @@ import contextlib
 import io
 import json
 import re
+import shlex
+import tomllib
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from attrs import NOTHING, fields
+from sparseprefill.adapters.cli.commands import app
+from typer.testing import CliRunner
 
 import sparseprefill as sp
 from docs.pages import ROOT, SKIP, anchors, blocks, headings, links, name, pages, section
@@ -26,6 +31,10 @@ PAGES = pages()
 METHODS = ROOT / "docs" / "methods"
 PLUGINS = [record for record in sp.default_registry().plugins() if record.distribution == "sparseprefill"]
 OURS = {method for record in PLUGINS for method in record.methods}
+SOURCES = "\n".join(
+    path.read_text() for folder in ("core", "plugins", "adapters") for path in sorted((ROOT / folder).rglob("*.py"))
+)
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 HEADINGS = ("Parameters", "What it computes", "Differences from the paper", "Grain")
 
 
@@ -218,3 +227,44 @@ def test_index_leads_to_every_page() -> None:
     wanted = {page for page in PAGES if page.is_relative_to(index.parent) and page != index}
     wanted -= set((ROOT / "docs" / "examples").rglob("*.md"))
     assert sorted(name(page) for page in wanted - linked) == []
+
+
+def refusals(text: str) -> Iterator[tuple[str, str]]:
+    """Commands in samples of a terminal whose whole answer is an error, and that error."""
+    for sample in re.findall(r"^```console\n(.*?)^```", text, re.M | re.S):
+        lines = sample.splitlines()
+        yield from ((line[2:], said) for line, said in pairwise(lines) if line[:2] == "$ " and said[:7] == "error: ")
+
+
+REFUSALS = [pytest.param(*one, id=f"{name(page)}: {one[0]}") for page in PAGES for one in refusals(page.read_text())]
+
+
+@pytest.mark.parametrize(("command", "said"), REFUSALS)
+def test_a_command_is_refused_in_the_words_of_the_page(command: str, said: str) -> None:
+    program, *given = shlex.split(command)
+    assert program == "sparseprefill"
+    done = CliRunner().invoke(app, given)
+    assert [said] == done.stderr.splitlines()
+
+
+def test_the_pages_say_where_times_come_from_in_one_voice() -> None:
+    """Some were measured on an H100: no page says that none was."""
+    measured = [name(page) for page in PAGES if re.search(r"(one|an) H100", page.read_text())]
+    assert {"README.md", "docs/performance.md"} <= set(measured)
+    assert [name(page) for page in PAGES if re.search(r"H100\s+was\s+not", page.read_text())] == []
+
+
+def test_what_is_missing_is_installed_from_a_clone() -> None:
+    """No index has the package, so no error sends anybody there."""
+    assert errors.extra("hf") == 'pip install -e ".[hf]" in a clone of sparseprefill'
+    assert set(re.findall(r"extra\(['\"](\w+)['\"]\)", SOURCES)) == {"hf", "eval"}
+    assert re.findall(r"pip install [^\n]*sparseprefill\[.*", SOURCES) == []
+    assert set(EXTRAS) >= {"hf", "eval", "cli", "vllm", "sglang"}
+
+
+def test_rowmax_says_what_it_guarantees_for_each_precision() -> None:
+    page = (METHODS / "rowmax.md").read_text()
+    part = page[page.index("### What is guaranteed") : page.index("## Cost")]
+    for word in ('`"exact"`', '`"fp8"`', '`"auto"`', "python -m experiments.rowmax"):
+        assert word in part
+    assert page.count("no\ntile is dropped") == 1

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from helpers.walk import layer_walk, pipeline_walk
 from house.moves import layer_moves, pipeline_moves, vllm_moves
-from house.test_layers import PLACES, imported, module_name
+from house.test_layers import PLACES, ROOT, imported, module_name
 
 FILES = [(layer, path) for layer, place in PLACES.items() for path in sorted(place.rglob("*.py"))]
 MODULES = {module_name(layer, path): path for layer, path in FILES}
@@ -128,3 +129,19 @@ def test_a_layer_of_transformers_is_handed_on_few_times(method: str) -> None:
 def test_a_layer_of_vllm_is_handed_on_few_times(method: str) -> None:
     walk = vllm_moves(method)
     assert len(walk.moves) <= VLLM[method], walk.moves
+
+
+COUNTED = ("`pipeline(q, k, v)`", "one layer of a transformers model", "one layer in a step of vLLM")
+NEAR = 4
+"""Moves by which the page may be off: a few come and go with what Python has cached."""
+
+
+@pytest.mark.parametrize(("row", "count"), zip(COUNTED, (pipeline_moves, layer_moves, vllm_moves), strict=True))
+def test_the_page_of_the_design_has_these_counts(row: str, count: Any) -> None:
+    page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    table = page[page.index("| Moves |") :].split("\n\n")[0]
+    methods = [cell.strip() for cell in table.splitlines()[0].split("|")[2:-1]]
+    figures = next(line for line in table.splitlines() if line.startswith(f"| {row}")).split("|")[2:-1]
+    found = {name: len(count(name).moves) for name in methods}
+    told = {name: int(cell) for name, cell in zip(methods, figures, strict=True)}
+    assert {} == {name: (told[name], n) for name, n in found.items() if abs(told[name] - n) > NEAR}
