@@ -38,15 +38,20 @@ TOPICS = (
 
 def talk_of(words: Words, natural: Prompt, tokens: int, questions: int, seed: int) -> Talk:
     """A conversation of `tokens` tokens, with `questions` asked in turn about topics of one note, and about the first,
-    second and third note of topics that have three. ParameterError where the notes would be too short."""
+    second and third note of topics that have three; of as many as there are of these. ParameterError where the notes would be too short."""
     rng = random.Random(f"requests/{natural.name}/{seed}")
     count = max(FEWEST, min(len(TOPICS), tokens // EACH))
-    triples = max(1, count // FEWEST)
+    triples = max(2, count // FEWEST)
     topics = rng.sample(TOPICS, count - 2 * triples)
     order = [*topics[triples:], *topics[:triples] * len(TIMES)]
     rng.shuffle(order)
     around = [_asked(words, topic) for topic in order]
-    turns = _turns(words, questions, topics[:triples], [one for one in order if one not in topics[:triples]])
+    turns = _turns(
+        words,
+        min(questions, triples * len(FAMILIES)),
+        topics[:triples],
+        [one for one in order if one not in topics[:triples]],
+    )
     longest = max(len(prompt) for _, prompt, _ in turns) + COUNTED + 1
     room = tokens - longest - len(words.begin) - sum(map(len, around)) - len(words.again) * (count - 1)
     size = room // count

@@ -36,10 +36,11 @@ NOTES = (
 )
 TASKS = {
     "lookups": "values that are exact, by the third of the text in which they stand; one conversation a text, in which "
-    "the model's own answers stay.",
+    "every question stands behind those before it and their right answers.",
     "requests": f"the first {COUNTED} tokens of a note that are the likeliest, by which of the notes about its topic "
     f"it is (teacher forcing); exact: notes of which greedy decoding gives the first {FIRST} tokens.",
-    "chain": "values that are exact: keys, which the text says; doors, which hang on the answer before.",
+    "chain": "values that are exact: keys, which the text says; doors, which the text says of keys: the question "
+    "before was answered with one.",
 }
 """What the columns of each table are."""
 AGENTS = (
