@@ -70,7 +70,7 @@ class Found:
     @property
     def failed(self) -> bool:
         """Whether something stopped a contender."""
-        return any(one.error for one in (*self.played, *self.runs))
+        return any(one.error for one in self.played) or any(one.error for one in self.runs)
 
     def tables(self) -> list[Table]:
         """A table for each task that there is anything of."""

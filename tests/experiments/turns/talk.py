@@ -153,7 +153,7 @@ def _went_on(reader: Reader, tokenizer: Any, cache: Any, talk: Talk) -> Iterator
         answer = list(turn.answer)
         found = answered(reader.model, cache, [*pending, *turn.prompt], answer)
         yield turn.family, turn.value in findall(r"\w+", tokenizer.decode(found)), 1
-        if found != answer:
+        if found != answer and len(answer) > 1:  # the last token of an answer is not in the cache yet
             cache.crop(1 - len(answer))
             reader.follow(cache, torch.tensor([answer[:-1]], device=reader.device))  # so short that it is decoding
         pending = answer[-1:]
