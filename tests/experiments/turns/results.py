@@ -48,8 +48,8 @@ AGENTS = (
     "likeliest, right / asked, of those that an earlier chunk has (in the prefix: of all). KL, 99 %: KL(dense || "
     "sparse) of the next token in nats over all rows of the chunk, mean and 99th percentile, against the run in which "
     "everything was dense; NLL: ratio of mean negative log-likelihoods, sparse / dense. density: pairs computed / "
-    "causal pairs of the chunk's calls. seconds: of the chunk's prefill, mean over the texts; speed-up: "
-    "stock's / these."
+    "causal pairs of the chunk's calls. seconds: of the chunk's prefill, mean over the texts, on a CPU with "
+    "the counting of pairs; speed-up: stock's / these."
 )
 DROP = ("99 %", "NLL", "density")
 
