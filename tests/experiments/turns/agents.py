@@ -162,7 +162,7 @@ def _read(
             apart = None if dense is None else _apart(parts[index], dense[index], rows)
             chunks.append(Chunk(found, right, apart, density, seconds))
             kept += [rows] if dense is None else []
-        del cache, rows
+        cache = None
         reasons = {} if handle is None else dict(handle.report().fallbacks)
     if not reader.on_cpu:
         with attached(reader.model, contender):

@@ -37,16 +37,21 @@ TOPICS = (
 
 
 def talk_of(words: Words, natural: Prompt, tokens: int, questions: int, seed: int) -> Talk:
-    """A conversation of `tokens` tokens, with `questions` asked in turn about topics of one note, and about the first,
-    second and third note of topics that have three. ParameterError where the notes would be too short."""
+    """A conversation of `tokens` tokens, with questions asked in turn about topics of one note, and about the first,
+    second and third note of topics that have three.
+
+    questions: at most; there are no more than one about each of these. ParameterError where the notes would be too
+    short.
+    """
     rng = random.Random(f"requests/{natural.name}/{seed}")
     count = max(FEWEST, min(len(TOPICS), tokens // EACH))
-    triples = max(1, count // FEWEST)
+    triples = max(2, count // FEWEST)
     topics = rng.sample(TOPICS, count - 2 * triples)
     order = [*topics[triples:], *topics[:triples] * len(TIMES)]
     rng.shuffle(order)
     around = [_asked(words, topic) for topic in order]
-    turns = _turns(words, questions, topics[:triples], [one for one in order if one not in topics[:triples]])
+    thrice, asked = topics[:triples], min(questions, triples * len(FAMILIES))
+    turns = _turns(words, asked, thrice, [one for one in order if one not in thrice])
     longest = max(len(prompt) for _, prompt, _ in turns) + COUNTED + 1
     room = tokens - longest - len(words.begin) - sum(map(len, around)) - len(words.again) * (count - 1)
     size = room // count
@@ -59,11 +64,11 @@ def talk_of(words: Words, natural: Prompt, tokens: int, questions: int, seed: in
         note = text[index * size : (index + 1) * size]
         notes.setdefault(topic, []).append(note)
         ids += [*(words.again if index else ()), *before, *note]
-    asked = tuple(
+    wanted = tuple(
         Turn(family, prompt, notes[topic][max(0, FAMILIES.index(family) - 1)][:COUNTED])
         for family, prompt, topic in turns
     )
-    return Talk(natural.name, tuple(ids), asked, forced=True)
+    return Talk(natural.name, tuple(ids), wanted, forced=True)
 
 
 def _asked(words: Words, topic: str) -> Ids:

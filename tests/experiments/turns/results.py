@@ -36,10 +36,11 @@ NOTES = (
 )
 TASKS = {
     "lookups": "values that are exact, by the third of the text in which they stand; one conversation a text, in which "
-    "the model's own answers stay.",
+    "every question stands behind those before it and their right answers.",
     "requests": f"the first {COUNTED} tokens of a note that are the likeliest, by which of the notes about its topic "
     f"it is (teacher forcing); exact: notes of which greedy decoding gives the first {FIRST} tokens.",
-    "chain": "values that are exact: keys, which the text says; doors, which hang on the answer before.",
+    "chain": "values that are exact: keys, which the text says; doors, which the text says of keys: the question "
+    "before was answered with one.",
 }
 """What the columns of each table are."""
 AGENTS = (
@@ -47,8 +48,8 @@ AGENTS = (
     "likeliest, right / asked, of those that an earlier chunk has (in the prefix: of all). KL, 99 %: KL(dense || "
     "sparse) of the next token in nats over all rows of the chunk, mean and 99th percentile, against the run in which "
     "everything was dense; NLL: ratio of mean negative log-likelihoods, sparse / dense. density: pairs computed / "
-    "causal pairs of the chunk's calls. seconds: of the chunk's prefill, mean over the texts; speed-up: "
-    "stock's / these."
+    "causal pairs of the chunk's calls. seconds: of the chunk's prefill, mean over the texts, on a CPU with "
+    "the counting of pairs; speed-up: stock's / these."
 )
 DROP = ("99 %", "NLL", "density")
 
@@ -69,7 +70,7 @@ class Found:
     @property
     def failed(self) -> bool:
         """Whether something stopped a contender."""
-        return any(one.error for one in (*self.played, *self.runs))
+        return any(one.error for one in self.played) or any(one.error for one in self.runs)
 
     def tables(self) -> list[Table]:
         """A table for each task that there is anything of."""

@@ -45,7 +45,7 @@ class Turn:
 
 @frozen
 class Talk:
-    """A conversation. ids: what is prefilled. turns: the questions, whose answers stay in the cache.
+    """A conversation. ids: what is prefilled. turns: the questions, which stay in the cache with their right answers.
 
     forced: instead, every question is asked right behind what was prefilled, and its answer is read rather than
     decoded (teacher forcing).
@@ -146,12 +146,17 @@ def _play(reader: Reader, tokenizer: Any, task: str, talk: Talk, contender: Cont
 
 
 def _went_on(reader: Reader, tokenizer: Any, cache: Any, talk: Talk) -> Iterator[tuple[str, int, int]]:
-    """One question after the other, with the model's own answers between them."""
+    """One question after the other, each behind those before it and their right answers, so that what one contender
+    gets wrong counts once, and all read the same conversation."""
     pending: list[int] = []
     for turn in talk.turns:
-        found = answered(reader.model, cache, [*pending, *turn.prompt], list(turn.answer))
+        answer = list(turn.answer)
+        found = answered(reader.model, cache, [*pending, *turn.prompt], answer)
         yield turn.family, turn.value in findall(r"\w+", tokenizer.decode(found)), 1
-        pending = found[-1:]
+        if found != answer and len(answer) > 1:  # the last token of an answer is not in the cache yet
+            cache.crop(1 - len(answer))
+            reader.follow(cache, torch.tensor([answer[:-1]], device=reader.device))  # so short that it is decoding
+        pending = answer[-1:]
 
 
 def _forced(reader: Reader, cache: Any, turn: Turn, handle: Handle | None) -> Iterator[tuple[str, int, int]]:
