@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from functools import cache, cached_property
-from typing import Any, cast
+from collections.abc import Callable, Mapping
+from functools import cache, cached_property, wraps
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from attrs import field, fields, frozen
@@ -15,6 +15,10 @@ from sparseprefill.errors import InvalidCallError, ParameterError, nearest, prin
 from sparseprefill.mask.geometry import Geometry
 from sparseprefill.pages import DTYPES, LONGEST, Pages, check_index
 
+P = ParamSpec("P")
+T = TypeVar("T")
+CASTING = ("cpu", "cuda", "xpu", "mps")
+"""Kinds of devices for which `torch.autocast` may be on."""
 LEAST, MOST = 1e-30, 1e30
 """Bounds of scale and softcap: beyond them float32 logits, or logits over the softcap, are no numbers any more."""
 
@@ -156,6 +160,24 @@ def check_call(call: object) -> AttentionCall:
     if not isinstance(call, AttentionCall):
         raise ParameterError(f"call is {type(call).__name__}: pass an AttentionCall, such as AttentionCall(q, k, v)")
     return call
+
+
+def uncast(compute: Callable[P, T]) -> Callable[P, T]:
+    """The function with `torch.autocast` off, which would round its products to half precision.
+
+    For what may be called on its own: executors, stages, statistics, metrics. Tensors come in the type that they have,
+    and nothing else is changed. Where autocast is off, it costs a question for each kind of device.
+    """
+
+    @wraps(compute)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        for kind in CASTING:
+            if torch.is_autocast_enabled(kind):
+                with torch.autocast(kind, enabled=False):
+                    return run(*args, **kwargs)  # it may be on for another kind, too
+        return compute(*args, **kwargs)
+
+    return run
 
 
 def rows_at(x: Tensor, index: Tensor) -> Tensor:

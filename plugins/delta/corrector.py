@@ -9,7 +9,7 @@ from attrs import evolve, field, frozen
 from torch import Tensor
 from torch.nn import functional
 
-from sparseprefill.call import rows_at
+from sparseprefill.call import rows_at, uncast
 from sparseprefill.plan import check_plan
 from sparseprefill.stages import HeadScope
 from sparseprefill.statistics.pooled import products
@@ -67,6 +67,7 @@ class Delta:
         blocks = 20 * max(heads * geometry.kv_len, _entries(call))
         return maps + keys + blocks + heads * (rows * width * 8 + 3 * geometry.q_len * call.value_dim * 4)
 
+    @uncast
     @torch.no_grad()
     def correct(self, call: AttentionCall, plan: Plan, result: Result, memory: Memory) -> Result:
         """The result with the differences added; shapes, LSE and plan stay."""

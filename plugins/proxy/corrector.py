@@ -9,7 +9,7 @@ import torch
 from attrs import evolve, field, frozen
 from torch import Tensor
 
-from sparseprefill.call import rows_at
+from sparseprefill.call import rows_at, uncast
 from sparseprefill.errors import ParameterError
 from sparseprefill.plan import check_plan
 from sparseprefill.stages import HeadScope
@@ -69,6 +69,7 @@ class Proxy:
         block = max(_entries(call), heads * columns * (128 + size + width))
         return maps + means + out + 24 * block
 
+    @uncast
     @torch.no_grad()
     def correct(self, call: AttentionCall, plan: Plan, result: Result, memory: Memory) -> Result:
         """The result with proxies for what is left out; LSE and plan stay. ParameterError for another `tile`."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from sparseprefill.call import uncast
 from sparseprefill.profiles.table import Steps
 
 GRAIN = 16
@@ -58,6 +59,7 @@ def scaled(maps: Tensor, most: int = 256) -> Tensor:
     return (resized / torch.where(peak == 0, 1.0, peak)).sqrt()
 
 
+@uncast
 def compress(
     maps: Tensor,
     *,

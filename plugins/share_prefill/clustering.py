@@ -14,7 +14,7 @@ from attrs import asdict, frozen
 from torch import Tensor
 
 from sparseprefill import __version__
-from sparseprefill.call import AttentionCall
+from sparseprefill.call import AttentionCall, uncast
 from sparseprefill.errors import UnsupportedCallError
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.memory import Memory
@@ -151,6 +151,7 @@ def labels(found: Tensor, threshold: float, min_size: int) -> list[int]:
     return [kept.index(label) if label in kept else -1 for label in raw]
 
 
+@uncast
 def similarity(maps: Tensor, gamma: float = 0.9) -> Tensor:
     """``[n, n]`` Jaccard similarity of the patterns of block maps ``[n, R, R]`` (section 4, Figure 2b).
 

@@ -8,6 +8,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
+from sparseprefill.call import uncast
 from sparseprefill.errors import ParameterError, printed
 from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.refiners.budget import Tiles, fitted
@@ -71,6 +72,7 @@ class PositionDecay:
         pairs = geometry.batch * geometry.heads * geometry.tile_rows(tile)
         return default_workspace(call) + pairs * self._most(call, tile) * tile * 4
 
+    @uncast
     def refine(self, call: AttentionCall, plan: Plan, memory: Memory) -> Plan:
         """Keeps the tiles and stripes of highest score."""
         scores_of(plan, self, "use BudgetCeiling, which then takes the nearest")

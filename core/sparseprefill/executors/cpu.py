@@ -11,6 +11,7 @@ from attrs import evolve, field, frozen
 from torch import Tensor
 from torch.nn import functional
 
+from sparseprefill.call import uncast
 from sparseprefill.errors import UnsupportedCallError
 from sparseprefill.executors.reference import REFERENCE
 from sparseprefill.mask.lists import IndexLists
@@ -72,6 +73,7 @@ class CpuExecutor:
         logits = 1 + 2 * TILE // call.q.shape[-1]  # of a tile's rows, beside each gathered key
         return held + (2 + logits) * min(max(GATHERED, keys), rows * keys)
 
+    @uncast
     def accumulate(self, call: AttentionCall, plan: Plan) -> SoftmaxState:
         """The carry, if any, merged with attention over the plan's mask; unnormalised."""
         if self._objection(call, plan):
@@ -83,6 +85,7 @@ class CpuExecutor:
         state = SoftmaxState(most, share, out.mul_(share[..., None]))
         return state if plan.carry is None else plan.carry.state.merge(state)
 
+    @uncast
     def execute(self, call: AttentionCall, plan: Plan) -> Result:
         """Output, LSE, and the tile mass of probed heads."""
         if reason := self._objection(call, plan):

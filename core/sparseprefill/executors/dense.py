@@ -10,6 +10,7 @@ from attrs import evolve
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
 
+from sparseprefill.call import uncast
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.plan import Kernel, Plan, Result
 
@@ -22,6 +23,7 @@ KERNELS: Any = torch
 NATIVE = (Kernel("torch"),)
 
 
+@uncast
 def dense(call: AttentionCall, executor: SparseExecutor, reason: str = "") -> Result:
     """Attention over every key that the call allows. reason: why, for `Result.dense`.
 

@@ -9,6 +9,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from sparseprefill.call import uncast
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.plan import Kernel, Plan, Result, Skipped, SoftmaxState, base_of, check_plan
 
@@ -29,6 +30,7 @@ class ReferenceExecutor:
     tile's logits; time is proportional to the pairs selected. float64 calls are computed in float64.
     """
 
+    @uncast
     def accumulate(self, call: AttentionCall, plan: Plan) -> SoftmaxState:
         """The carry, if any, merged with attention over the plan's mask; unnormalised."""
         return _attend(call, plan)[0]
@@ -42,6 +44,7 @@ class ReferenceExecutor:
         rows, width = call.q.numel() // call.q.shape[-1], call.value_dim + 2
         return rows * width * 4 * max(4, call.q.element_size())
 
+    @uncast
     def execute(self, call: AttentionCall, plan: Plan) -> Result:
         """Output, LSE, and the tile mass of probed heads."""
         state, skipped = _attend(call, plan)

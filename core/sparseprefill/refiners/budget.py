@@ -16,6 +16,7 @@ from attrs import field, frozen
 from torch import Tensor
 from torch.nn import functional
 
+from sparseprefill.call import uncast
 from sparseprefill.errors import ParameterError, printed
 from sparseprefill.mask.geometry import reachable_map
 from sparseprefill.mask.lists import IndexLists
@@ -69,6 +70,7 @@ class BudgetFloor(_Budget):
     grain: ClassVar[int] = 1
     head_scope: ClassVar[HeadScope] = "head"
 
+    @uncast
     def refine(self, call: AttentionCall, plan: Plan, memory: Memory) -> Plan:
         """Adds the tiles of highest priority."""
         geometry, grid = call.geometry, plan.common_grid()
@@ -105,6 +107,7 @@ class BudgetCeiling(_Budget):
         rows, columns = geometry.tile_rows(tile), geometry.tile_columns(tile)
         return default_workspace(call) + geometry.batch * geometry.heads * rows * self._most(columns) * tile * 4
 
+    @uncast
     def refine(self, call: AttentionCall, plan: Plan, memory: Memory) -> Plan:
         """Drops the tiles and stripes of lowest priority."""
         geometry, at = call.geometry, Choice.of(call, plan)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from sparseprefill.call import uncast
 from sparseprefill.errors import ParameterError
 from sparseprefill.testing.characters import named
 from sparseprefill.testing.content import KEY_NOISE, QUERY_NOISE, Content, read
@@ -22,6 +23,7 @@ from sparseprefill.testing.rotary import Noise, Rotary, rotate
 CHUNK = 32768
 
 
+@uncast
 def head_tensors(
     *,
     q_len: int,
