@@ -79,7 +79,7 @@ class Place:
         """The place that the options name; CommandError where there is no such device."""
         try:
             found = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-            torch.empty(1, device=found)
+            torch.empty(1, dtype=torch.float32, device=found)
         except (RuntimeError, AssertionError) as error:
             reason = str(error).split("\n")[0]
             raise CommandError(f"--device {device}: {reason}; pass cpu, or cuda where PyTorch sees a GPU") from error

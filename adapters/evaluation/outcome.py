@@ -312,7 +312,7 @@ def _total(scores: Collection[tuple[int, int]]) -> tuple[int, int]:
 def _spread(prefix: str, recalls: Sequence[float]) -> dict[str, float]:
     if not recalls:
         return {}
-    found = torch.tensor(recalls, dtype=torch.float64)
+    found = torch.tensor(recalls, dtype=torch.float64, device="cpu")
     fifth = float(found.nanquantile(0.05))
     return {f"{prefix}recall": fmean(recalls), f"{prefix}p5": fifth, f"{prefix}lowest": min(recalls)}
 

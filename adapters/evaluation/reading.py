@@ -42,9 +42,11 @@ class Kept:
         """The rows to read of a prefill of the prompt's first tokens, so many."""
         most = tokens - APART if tokens > APART else tokens
         count = min(sizes.inside, most)
-        inside = torch.linspace(0, most - 1, count, dtype=torch.float64).round().long()
-        answers = [torch.arange(one.first - 1, one.last - 1) for one in prompt.inside if one.last <= tokens]
-        return cls(inside, torch.cat([*answers, torch.empty(0).long()]), torch.arange(tokens - sizes.last, tokens))
+        inside = torch.linspace(0, most - 1, count, dtype=torch.float64, device="cpu").round().long()
+        known = [one for one in prompt.inside if one.last <= tokens]
+        answers = [torch.arange(one.first - 1, one.last - 1, device="cpu") for one in known]
+        last = torch.arange(tokens - sizes.last, tokens, device="cpu")
+        return cls(inside, torch.cat([*answers, last[:0]]), last)
 
     @property
     def index(self) -> Tensor:
@@ -65,9 +67,8 @@ def right_inside(prompt: Prompt, tokens: int, logits: Tensor) -> Answers:
     spans = [one for one in prompt.inside if one.last <= tokens]
     if not spans:
         return {}
-    same = logits.argmax(-1).cpu() == torch.tensor(
-        [token for one in spans for token in prompt.ids[one.first : one.last]]
-    )
+    wanted = [token for one in spans for token in prompt.ids[one.first : one.last]]
+    same = logits.argmax(-1).cpu() == torch.tensor(wanted, dtype=torch.int64, device="cpu")
     found: dict[str, tuple[int, int]] = {}
     for one, hits in zip(spans, same.split([one.last - one.first for one in spans]), strict=True):
         right, asked = found.get(one.family, (0, 0))

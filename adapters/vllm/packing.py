@@ -26,11 +26,11 @@ def order(dtype: torch.dtype, head_size: int, block: int, isa: str, kind: str) -
     dtype: of the model. kind: vLLM's name for the cache's dtype.
     """
     count = block * head_size
-    index = torch.arange(count).view(block, 1, head_size)
-    found = torch.zeros(2, count, dtype=torch.int64)
-    slots, step = torch.arange(block), 1
+    index = torch.arange(count, device="cpu").view(block, 1, head_size)
+    found = torch.zeros(2, count, dtype=torch.int64, device="cpu")
+    slots, step = torch.arange(block, device="cpu"), 1
     while step < count:
-        stored = torch.zeros(1, 1, 2 * block, head_size, dtype=torch.uint8 if kind in FP8 else dtype)
+        stored = torch.zeros(1, 1, 2 * block, head_size, dtype=torch.uint8 if kind in FP8 else dtype, device="cpu")
         halves = stored.chunk(2, dim=2)
         digits = (index // step % BASE).to(dtype)
         ops.cpu_attn_reshape_and_cache(
@@ -38,7 +38,7 @@ def order(dtype: torch.dtype, head_size: int, block: int, isa: str, kind: str) -
         )
         found += torch.stack([plain(half, kind).reshape(-1).float().round().long() * step for half in halves])
         step *= BASE
-    at = torch.arange(count)
+    at = torch.arange(count, device="cpu")
     k, v = (torch.empty_like(at).scatter_(0, numbers, at) for numbers in found)
     return k, v
 

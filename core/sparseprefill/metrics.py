@@ -102,7 +102,12 @@ def sample_rows(call: AttentionCall, rows: int | Sequence[int] | Tensor | None) 
     if isinstance(rows, int):
         if rows < 1 or isinstance(rows, bool):
             raise ParameterError(f"rows is {printed(rows)}: {remedy}")
-        return torch.linspace(0, q_len - 1, min(rows, q_len), dtype=torch.float64).round().long().to(call.q.device)
+        return (
+            torch.linspace(0, q_len - 1, min(rows, q_len), dtype=torch.float64, device="cpu")
+            .round()
+            .long()
+            .to(call.q.device)
+        )
     try:
         index = torch.as_tensor(rows, device=call.q.device)
     except (TypeError, ValueError, RuntimeError, OverflowError):

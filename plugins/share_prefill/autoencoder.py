@@ -85,7 +85,7 @@ def compress(
         best, since = float("inf"), 0
         for epoch in range(epochs):
             total = 0.0
-            for part in torch.randperm(len(x)).split(batch):
+            for part in torch.randperm(len(x), device=x.device).split(batch):
                 wanted = x[part].to(device)
                 loss = functional.mse_loss(model(wanted), wanted)
                 optimizer.zero_grad()

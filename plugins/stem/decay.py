@@ -118,7 +118,7 @@ class PositionDecay:
             return columns
         known = [columns, SHORT - 1, LONG - 1] if call.prompt_lengths is None else [-(-call.prompt_lengths // tile_k)]
         possible = [n for n in known if n <= columns or call.prompt_lengths is not None]
-        here = torch.tensor(possible, device="cpu").clamp(min=1)
+        here = torch.tensor(possible, dtype=torch.int64, device="cpu").clamp(min=1)
         return min(columns, int(self._first(here).max()))
 
 

@@ -69,7 +69,7 @@ def _cpu(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]
     rows, keys = q.shape[2], k.shape[2]
     mask = None
     if rows != keys:
-        mask = torch.full((rows, keys), -torch.inf, dtype=q.dtype).triu_(keys - rows + 1)
+        mask = torch.full((rows, keys), -torch.inf, dtype=q.dtype, device=q.device).triu_(keys - rows + 1)
     run = KERNELS._scaled_dot_product_flash_attention_for_cpu
     out, lse = run(q, k, v, 0.0, mask is None, attn_mask=mask, scale=scale)
     return out, lse if q.dtype == torch.float64 else lse.float()

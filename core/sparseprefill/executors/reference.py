@@ -211,7 +211,10 @@ class _TileKeys:
         if self._stripes is not None:
             group = tile // mask.group - self._first_group[batch]
             columns = _keys(self._stripes.row(batch, head, group), mask.stripe_width)
-            inside = torch.isin(torch.div(columns, size, rounding_mode="floor"), torch.tensor(tiles).to(columns))
+            inside = torch.isin(
+                torch.div(columns, size, rounding_mode="floor"),
+                torch.tensor(tiles, dtype=columns.dtype, device=columns.device),
+            )
             chunks = zip(columns[columns < high].split(size), inside[columns < high].split(size), strict=True)
             stripes = [column[~taken] for column, taken in chunks]
         order = [*reversed(beyond), *before[:1], *reversed(before[1:])]

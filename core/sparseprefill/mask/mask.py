@@ -377,13 +377,14 @@ class SparseMask:
         if not _is_size(cells):
             raise MaskError(f"cells is {printed(cells)}: pass a positive number of cells, below 2^31")
         g = self.geometry
-        selected = torch.zeros(g.batch, g.heads, cells, cells, device=g.device)
-        allowed = torch.zeros(g.batch, 1, cells, cells, device=g.device)
+        selected, allowed = (
+            torch.zeros(g.batch, heads, cells, cells, dtype=torch.float32, device=g.device) for heads in (g.heads, 1)
+        )
         column = torch.arange(g.kv_len, device=g.device) * cells // g.kv_len
         for rows in _row_chunks(g, max(1, g.q_len // (cells * SHADED))):
             row = rows * cells // g.q_len
             for total, keep in ((selected, self.to_dense(rows)), (allowed, g.visible(rows)[:, None])):
-                by_column = torch.zeros(*keep.shape[:3], cells, device=g.device)
+                by_column = total.new_zeros(*keep.shape[:3], cells)
                 by_column.index_add_(3, column, keep.float())
                 total.index_add_(2, row, by_column)
         return selected / allowed  # nan where nothing is allowed, and so nothing selected
@@ -491,7 +492,7 @@ def _query_rows(rows: Tensor | Sequence[int], geometry: Geometry) -> Tensor:
     last = geometry.q_len - 1
     remedy = f"pass indices of query rows, integers from 0 to {last}"
     try:
-        index = rows if isinstance(rows, Tensor) else torch.tensor(rows)
+        index = rows if isinstance(rows, Tensor) else torch.as_tensor(rows, device="cpu")
     except (TypeError, ValueError, RuntimeError, OverflowError):
         raise MaskError(f"rows is {printed(rows)}: {remedy}") from None
     if index.dim() != 1 or index.dtype not in (torch.int32, torch.int64):

@@ -293,7 +293,7 @@ class _Order:
         tile = functional.pad(torch.div(column, tile_k, rounding_mode="floor"), (0, spare))
         columns, blocks = geometry.tile_columns(tile_k), listed.shape[-1] // size
         block = torch.arange(listed.shape[-1], device=column.device) // size
-        counts = torch.zeros(*keep.shape[:3], columns * blocks, device=keep.device)
+        counts = listed.new_zeros(*keep.shape[:3], columns * blocks, dtype=torch.float32)
         counts.scatter_add_(-1, tile * blocks + block, listed.float())
         worth = functional.pad(worth, (0, spare), value=-torch.inf)
         return cls(worth, tile, listed, rank, counts.unflatten(-1, (columns, blocks)), size)

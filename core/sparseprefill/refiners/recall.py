@@ -193,7 +193,8 @@ class KeptWhole:
         """The plan, with all of the mass of sampled rows kept before and after."""
         geometry = call.geometry
         at = Stretches.deal(geometry, plan.common_grid()[0], self.rows, None)
-        kept = torch.ones(geometry.batch, geometry.heads, at.rows.shape[1], device=geometry.device)
+        shape = geometry.batch, geometry.heads, at.rows.shape[1]
+        kept = torch.ones(shape, dtype=torch.float32, device=geometry.device)
         return _noted(plan, SampledRecall(at.rows, at.real, kept, kept))
 
 

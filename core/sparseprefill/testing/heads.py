@@ -48,7 +48,7 @@ def head_tensors(
             raise ParameterError(f"{name} is {value}: pass a positive integer")
     if heads < 1 or heads % kv_heads:
         raise ParameterError(f"heads is {heads}: pass a multiple of the {kv_heads} kv_heads")
-    rotary, source = Rotary.of(head_dim, q_len), torch.Generator().manual_seed(seed)
+    rotary, source = Rotary.of(head_dim, q_len), torch.Generator("cpu").manual_seed(seed)
     shown, ratio = named(characters, heads), heads // kv_heads
     noise = Noise.of(source, head_dim, device)
 

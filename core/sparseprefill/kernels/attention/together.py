@@ -117,5 +117,5 @@ def _behind(mine: Sequence[Tensor | None], first: Sequence[Tensor | None]) -> tu
 @kept
 def _on_device(table: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
     """int64 ``[requests, FIELDS]``; a copy that nobody waits for."""
-    made = torch.tensor(table, dtype=torch.int64)
+    made = torch.tensor(table, dtype=torch.int64, device="cpu")
     return made.view(len(table), FIELDS.value).to(device, non_blocking=True)
