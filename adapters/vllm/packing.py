@@ -9,17 +9,17 @@ size, block size and instruction set. The order is found by writing digits of ea
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 from vllm import _custom_ops as ops
+
+from sparseprefill.mask.geometry import remembered
 
 BASE = 8  # digits 0 to 7 are exact in every floating-point format of a cache
 FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
-@cache
+@remembered(64)
 def order(dtype: torch.dtype, head_size: int, block: int, isa: str, kind: str) -> tuple[Tensor, Tensor]:
     """int64 ``[block * head_size]`` each for K and V: where in a packed block the number of (token, dimension) stands.
 

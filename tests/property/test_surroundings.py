@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch
 from attrs import evolve
 from sparseprefill.plugins.share_prefill.clustering import similarity
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import sparseprefill as sp
@@ -234,3 +236,51 @@ def test_what_is_made_up_for_tests(around: Callable[[], AbstractContextManager[A
 def test_contracts_hold_within(around: Callable[[], AbstractContextManager[Any]]) -> None:
     with around():
         check_method("flexprefill", calls=[CALLS["plain"]])
+
+
+def faked(call: sp.AttentionCall, mode: FakeTensorMode) -> sp.AttentionCall:
+    return evolve(call, **{name: mode.from_tensor(getattr(call, name)) for name in ("q", "k", "v")})
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_call_of_fake_tensors_leaves_nothing_behind(name: str) -> None:
+    """Nor takes anything: of sizes that no call had before, and of sizes that one had."""
+    pipeline = small(name)
+    call = make(151 + METHODS.index(name), heads=4, kv_heads=2, kind="stripes")
+    for corrector in (None, *CORRECTORS.values()):
+        made = pipeline.with_corrector(corrector).with_recall(0.9)
+        with FlopCounterMode(display=False):
+            expected = tensors_of(made.run(call))  # by nothing that is kept
+        for _ in range(2):
+            with FakeTensorMode() as mode, suppress(sp.StageError):  # most methods read values on a CPU
+                made.run(faked(call, mode))
+            actual = tensors_of(made.run(call))
+            assert all(torch.equal(*pair) for pair in zip(expected, actual, strict=True))
+
+
+def test_sizes_alone_can_be_asked_of_fake_tensors() -> None:
+    """Where no value is read, a call of them gives a fake tensor before and after a real one of its sizes."""
+    call = make(143, heads=4, kv_heads=2)
+    for _ in range(2):
+        with FakeTensorMode() as mode:
+            fake = faked(call, mode)
+            assert sp.SparseMask.full(fake, 16).pairs().shape == (1, 4)
+            assert isinstance(last_rows(fake, 5)[0], FakeTensor)
+        assert not isinstance(last_rows(call, 5)[0], FakeTensor)
+        assert sp.SparseMask.full(call, 16).density == 1.0
+
+
+def test_another_thread_in_a_mode_spoils_nothing() -> None:
+    """The mode of one thread is none of another's: what is made there is real, and may be kept."""
+    entered, leave = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        with FakeTensorMode():
+            entered.set()
+            leave.wait()
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(wait)
+        entered.wait()
+        assert last_rows(make(139), 5)[0] is last_rows(make(139), 5)[0]
+        leave.set()
