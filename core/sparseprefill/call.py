@@ -87,15 +87,22 @@ class AttentionCall:
         """The pages that hold K and V; None where K and V are tensors."""
         return self._k if isinstance(self._k, Pages) and self._k is self._v else None
 
-    @cached_property
+    @property
     def k(self) -> Tensor:
-        """Keys ``[B, Hkv, Nkv, D]``; of pages a copy, made once."""
+        """Keys ``[B, Hkv, Nkv, D]``; of pages a copy: see `Pages.keys`."""
         return self._k.keys() if isinstance(self._k, Pages) else self._k
 
-    @cached_property
+    @property
     def v(self) -> Tensor:
-        """Values ``[B, Hkv, Nkv, Dv]``; of pages a copy, made once."""
+        """Values ``[B, Hkv, Nkv, Dv]``; of pages a copy: see `Pages.values`."""
         return self._v.values() if isinstance(self._v, Pages) else self._v
+
+    @property
+    def recorded(self) -> bool:
+        """Whether gradients are recorded of what the call holds."""
+        return torch.is_grad_enabled() and any(
+            x.requires_grad for x in (self.q, self._k, self._v, self.sinks) if x is not None
+        )
 
     @property
     def kv_heads(self) -> int:

@@ -9,10 +9,30 @@ import ast
 from house.test_rooms import FILES
 
 ANYWHERE = frozenset(
-    ["arange", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones", "rand", "randint", "randn", "randperm", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros"]
+    [
+        "arange",
+        "empty",
+        "empty_strided",
+        "eye",
+        "full",
+        "linspace",
+        "logspace",
+        "ones",
+        "rand",
+        "randint",
+        "randn",
+        "randperm",
+        "scalar_tensor",
+        "tensor",
+        "tril_indices",
+        "triu_indices",
+        "zeros",
+    ]
 )
 """Functions of torch that take the default device where none is named."""
-FLOATS = frozenset(["empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones", "rand", "randn", "tensor", "zeros"])
+FLOATS = frozenset(
+    ["empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones", "rand", "randn", "tensor", "zeros"]
+)
 """Of these, those that take the default dtype."""
 OWN: dict[str, frozenset[str]] = {}
 """Files whose tensors are the application's own, by the functions that they call without device or dtype."""

@@ -47,6 +47,8 @@ class TritonExecutor:
         q, width = call.q, call.value_dim
         if q.device.type != "cuda" and not attention.interpreted():
             return f"q is on {q.device}; move q, k and v to a CUDA device, or use ReferenceExecutor"
+        if call.recorded:
+            return "gradients are recorded, and its kernels have none; use torch.no_grad(), or ReferenceExecutor"
         if q.dtype == torch.float64:
             return "float64 is not supported; use float16, bfloat16 or float32, or ReferenceExecutor"
         if q.dtype == torch.bfloat16 and q.device.type != "cuda":
