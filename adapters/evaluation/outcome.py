@@ -58,8 +58,11 @@ class Divergence:
 
     @property
     def perplexity_ratio(self) -> float:
-        """Perplexity of the text after the sparse prefill over that after the dense one."""
-        return math.exp(self.surprise - self.dense_surprise)
+        """Perplexity of the text after the sparse prefill over that after the dense one; infinity beyond all floats."""
+        try:
+            return math.exp(self.surprise - self.dense_surprise)
+        except OverflowError:
+            return math.inf
 
     @property
     def nll_ratio(self) -> float:

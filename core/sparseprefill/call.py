@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparseprefill.errors import InvalidCallError, ParameterError, nearest, printed
 from sparseprefill.mask.geometry import Geometry
-from sparseprefill.pages import DTYPES, LONGEST, Pages, check_index
+from sparseprefill.pages import DTYPES, LONGEST, Pages, check_index, odd_layout
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -151,10 +151,11 @@ class AttentionCall:
 
     @cached_property
     def geometry(self) -> Geometry:
-        """Positions, tiles and visibility of this call."""
+        """Positions, tiles and visibility of this call; a window that no key is behind is none."""
         offset = self.kv_len - self.q.shape[2] if self.q_offset is None else self.q_offset
         batch, heads, q_len = self.q.shape[:3]
-        return Geometry(batch, heads, q_len, self.kv_len, offset, self.q.device, self.starts, self.lengths, self.window)
+        window = None if self.window is None or self.window >= self.kv_len else self.window
+        return Geometry(batch, heads, q_len, self.kv_len, offset, self.q.device, self.starts, self.lengths, window)
 
 
 @cache
@@ -198,6 +199,9 @@ def _check_tensors(q: Tensor, k: Tensor | Pages, v: Tensor | Pages) -> None:
             continue  # checked when they were made
         if not isinstance(x, Tensor):
             raise InvalidCallError(name, type(x).__name__, "pass a torch.Tensor [B, H, N, D]")
+        if odd := odd_layout(x):
+            remedy = "pass a plain tensor [B, H, N, D]; rows of several lengths padded, and their lengths as `lengths`"
+            raise InvalidCallError(name, odd, remedy)
         if x.dim() != 4:
             raise InvalidCallError(name, f"of shape {tuple(x.shape)}", "pass four dimensions [B, H, N, D]")
         if x.dtype not in DTYPES:
@@ -258,8 +262,9 @@ def _check_tensor(
     call: AttentionCall, name: str, x: Any, length: int, dtypes: tuple[torch.dtype, ...], remedy: str
 ) -> None:
     """Raise unless the tensor is ``[length]``, in one of these types, and beside q."""
-    if not isinstance(x, Tensor) or x.shape != (length,) or x.dtype not in dtypes:
-        shown = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else printed(x)
+    odd = odd_layout(x) if isinstance(x, Tensor) else printed(x)
+    if odd or x.shape != (length,) or x.dtype not in dtypes:
+        shown = odd or f"{x.dtype} {tuple(x.shape)}"
         raise InvalidCallError(name, shown, remedy)
     if x.device != call.q.device:
         raise InvalidCallError(name, f"on {x.device}", f"move it to q's device {call.q.device}")

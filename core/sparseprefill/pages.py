@@ -161,12 +161,18 @@ def _at(x: Tensor, table: Tensor, index: Tensor, scale: Tensor | None, dtype: to
     return taken.to(dtype)[None].transpose(1, 2)
 
 
+def odd_layout(x: Tensor) -> str:
+    """What a tensor is whose numbers do not stand at strides: nested, or sparse; empty for a plain one."""
+    return "a nested tensor" if x.is_nested else "" if x.layout == torch.strided else f"of layout {x.layout}"
+
+
 def check_index(index: object, rows: tuple[int, ...], length: int, device: torch.device) -> None:
     """InvalidCallError for what is no index among `length` keys: an int64 tensor ``[*rows, n]`` on the device.
 
     Its values are looked at on the CPU alone.
     """
-    kind = isinstance(index, Tensor) and (index.dtype, index.device) == (torch.int64, device)
+    plain = isinstance(index, Tensor) and not odd_layout(index)
+    kind = plain and (index.dtype, index.device) == (torch.int64, device)
     if not isinstance(index, Tensor) or not kind or index.dim() != len(rows) + 1 or index.shape[:-1] != rows:
         wanted = ", ".join(map(str, (*rows, "n")))
         raise InvalidCallError("index", printed(index), f"pass an int64 tensor [{wanted}] on {device}")
@@ -186,6 +192,8 @@ def _check_cache(pages: Pages) -> None:
     for name, x in (("k", pages.k), ("v", pages.v), ("table", pages.table)):
         if not isinstance(x, Tensor):
             raise InvalidCallError(f"pages.{name}", printed(x), "pass a torch.Tensor")
+        if odd := odd_layout(x):
+            raise InvalidCallError(f"pages.{name}", odd, "pass a plain tensor, whose numbers stand at strides")
     for name, x in (("k", pages.k), ("v", pages.v)):
         if x.dim() != 4 or 0 in x.shape:
             remedy = "pass four dimensions [pages, page, Hkv, D], none of them empty"
@@ -209,7 +217,8 @@ def _check_cache(pages: Pages) -> None:
     for name, scale in (("k_scale", pages.k_scale), ("v_scale", pages.v_scale)):
         if scale is None:
             continue
-        kind = isinstance(scale, Tensor) and (scale.dtype, scale.device) == (torch.float32, k.device)
+        plain = isinstance(scale, Tensor) and not odd_layout(scale)
+        kind = plain and (scale.dtype, scale.device) == (torch.float32, k.device)
         if not kind or scale.numel() != 1:
             shown = f"{printed(scale)} on {scale.device}" if isinstance(scale, Tensor) else printed(scale)
             raise InvalidCallError(f"pages.{name}", shown, f"pass one float32 on {k.device}, or None")

@@ -34,8 +34,10 @@ FLOATS = frozenset(
     ["empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones", "rand", "randn", "tensor", "zeros"]
 )
 """Of these, those that take the default dtype."""
-OWN: dict[str, frozenset[str]] = {}
-"""Files whose tensors are the application's own, by the functions that they call without device or dtype."""
+
+
+def _is_of_torch(function: ast.Attribute) -> bool:
+    return isinstance(function.value, ast.Name) and function.value.id == "torch"
 
 
 def unnamed(source: str) -> list[tuple[int, str, str]]:
@@ -45,7 +47,7 @@ def unnamed(source: str) -> list[tuple[int, str, str]]:
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
         name, given = node.func.attr, {one.arg for one in node.keywords}
-        if not isinstance(node.func.value, ast.Name) or node.func.value.id != "torch" or None in given:
+        if not _is_of_torch(node.func) or None in given:
             continue
         found += [(node.lineno, name, "device")] if name in ANYWHERE and "device" not in given else []
         found += [(node.lineno, name, "dtype")] if name in FLOATS and "dtype" not in given else []
@@ -74,9 +76,8 @@ def tensors_at_import(source: str) -> list[int]:
 
     made = []
     for node in walk(ast.parse(source)):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ANYWHERE:
-            if isinstance(node.func.value, ast.Name) and node.func.value.id == "torch":
-                made.append(node.lineno)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _is_of_torch(node.func):
+            made += [node.lineno] if node.func.attr in ANYWHERE else []
     return made
 
 

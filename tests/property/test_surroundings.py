@@ -145,7 +145,7 @@ def prefill(pipeline: sp.Pipeline, call: sp.AttentionCall) -> list[sp.Result]:
 def test_a_prefill(name: str, around: Callable[[], AbstractContextManager[Any]]) -> None:
     pipeline = small(name)
     for call in CALLS.values():
-        unchanged(lambda call=call: prefill(pipeline, call), around)  # type: ignore[misc]
+        unchanged(partial(prefill, pipeline, call), around)
 
 
 @around
@@ -154,7 +154,7 @@ def test_an_estimator_alone(name: str, around: Callable[[], AbstractContextManag
     pipeline = small(name)
     for call in CALLS.values():
         if not pipeline.unsupported(call):
-            unchanged(lambda call=call: pipeline.estimator.estimate(call, sp.Memory()), around)  # type: ignore[misc]
+            unchanged(partial(pipeline.estimator.estimate, call, sp.Memory()), around)
 
 
 @around
@@ -164,7 +164,7 @@ def test_a_refiner_alone(refiner: sp.MaskRefiner, around: Callable[[], AbstractC
         for name in ("anchor-attention", "flexprefill"):
             estimator = small(name).estimator
             plan = estimator.estimate(call, sp.Memory())
-            unchanged(lambda call=call, plan=plan: refiner.refine(call, plan, sp.Memory()), around)  # type: ignore[misc]
+            unchanged(partial(refiner.refine, call, plan, sp.Memory()), around)
 
 
 @around
@@ -174,7 +174,7 @@ def test_a_corrector_alone(corrector: sp.Corrector, around: Callable[[], Abstrac
         plan = sp.Plan(random_mask(call, "both", (16, 16), 2, seed=1))
         plan = plan.widen(sp.SparseMask.from_rules(call, 16, band=0))
         result = REFERENCE.execute(call, plan)
-        unchanged(lambda c=call, p=plan, r=result: corrector.correct(c, p, r, sp.Memory()), around)  # type: ignore[misc]
+        unchanged(partial(corrector.correct, call, plan, result, sp.Memory()), around)
 
 
 @around
@@ -191,34 +191,32 @@ def test_an_executor_alone(executor: Any, around: Callable[[], AbstractContextMa
             unchanged(partial(executor.execute_into, call, plan, out, lse), around)
 
 
+def figures(call: sp.AttentionCall, result: sp.Result, state: sp.SoftmaxState) -> list[Any]:
+    """What metrics, statistics and states of a softmax work out."""
+    rows, mass = last_rows(call, 5), last_mass(call, 5)[0]
+    return [
+        *(sp.recall(call, result, some) for some in (None, 7, [3, 5])),
+        watched_recall(call, result).kept,
+        state.merge(state),
+        state.finish(),
+        sp.output_error(result.out, call.q),
+        torch.tensor(result.density, dtype=torch.float64, device="cpu"),
+        row_lse(call, *rows),
+        [mass.columns, mass.slashes, mass.lse],
+        products(call.q, call.k),
+        wide_products(call.q, call.k),
+        key_tile_mean(call, 16),
+        tile_mean(call.q, call.geometry, 16),
+        dense(call, REFERENCE),
+        result.mask.shade(5),
+    ]
+
+
 @around
 def test_what_is_measured(around: Callable[[], AbstractContextManager[Any]]) -> None:
     for call in CALLS.values():
         result = small("streaming").run(call)
-        state = REFERENCE.accumulate(call, result.plan)
-        rows = last_rows(call, 5)
-        for run in (
-            lambda: sp.recall(call, result),
-            lambda: sp.recall(call, result, 7),
-            lambda: sp.recall(call, result, [3, 5]),
-            lambda: watched_recall(call, result).kept,
-            lambda: state.merge(state),
-            lambda: state.finish(),
-            lambda: sp.output_error(result.out, call.q),
-            lambda: result.density,
-            lambda: row_lse(call, *rows),
-            lambda: vars_of(last_mass(call, 5)),
-            lambda: products(call.q, call.k),
-            lambda: wide_products(call.q, call.k),
-            lambda: key_tile_mean(call, 16),
-            lambda: tile_mean(call.q, call.geometry, 16),
-            lambda: dense(call, REFERENCE),
-        ):
-            unchanged(run, around)
-
-
-def vars_of(found: Any) -> list[Any]:
-    return [getattr(one, name) for one in found if hasattr(one, "lse") for name in ("columns", "slashes", "lse")]
+        unchanged(partial(figures, call, result, REFERENCE.accumulate(call, result.plan)), around)
 
 
 @around

@@ -38,7 +38,7 @@ def dense(call: AttentionCall, executor: SparseExecutor, reason: str = "") -> Re
 
 def attend(call: AttentionCall) -> tuple[Tensor, Tensor] | None:
     """Output ``[B, Hq, Nq, D]`` and LSE ``[B, Hq, Nq]`` by a kernel of torch; None where it has none for this call."""
-    if call.starts is not None or call.lengths is not None or call.window is not None:
+    if call.starts is not None or call.lengths is not None or call.geometry.window is not None:
         return None
     if call.softcap is not None or call.sinks is not None or call.value_dim != call.q.shape[-1]:
         return None

@@ -136,8 +136,8 @@ def _vote(
     m, l, acc = (x[b, h, rows].clone() for x in (state.m, state.l, state.acc))  # noqa: E741
     for position in steps:
         keep = query[:, None] >= position
-        if call.window is not None:
-            keep &= query[:, None] - position < call.window
+        if call.geometry.window is not None:
+            keep &= query[:, None] - position < call.geometry.window
         logits = _logits(call, q, k[position + start].to(dtype), keep)
         most = torch.where(logits.isnan(), -torch.inf, logits).amax(-1)
         if bool((most < m + bound).all()):

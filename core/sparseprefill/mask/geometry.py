@@ -22,11 +22,15 @@ MODES: Any = torch._C
 """Knows which dispatch modes this thread is in; what torch says in Python is one word for all threads."""
 
 
+def in_a_mode() -> bool:
+    """Whether this thread is in a dispatch mode, in which tensors may hold no numbers, as fake tensors do not."""
+    return bool(MODES._len_torch_dispatch_stack())
+
+
 def remembered(most: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """The function with its last `most` answers kept, whatever mode the caller is in; its arguments are hashable.
 
-    Nobody may write to an answer. Within a dispatch mode nothing is kept or given, for there tensors may be no real
-    ones, as fake tensors are not.
+    Nobody may write to an answer. Within a dispatch mode nothing is kept or given: see `in_a_mode`.
     """
 
     def decorate(make: Callable[P, T]) -> Callable[P, T]:
@@ -38,7 +42,7 @@ def remembered(most: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
         @wraps(make)
         def get(*args: P.args, **kwargs: P.kwargs) -> T:
-            return (plain if MODES._len_torch_dispatch_stack() else known)(*args, **kwargs)
+            return (plain if in_a_mode() else known)(*args, **kwargs)
 
         return get
 
