@@ -99,7 +99,7 @@ def attach(
         from .handle import Handle
         from .identity import identity
         from .inspection import check, find_decoder, trained_length
-        from .switch import STAR, claim
+        from .switch import STAR, attaching
         from .versions import warn_of_untested
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] != "transformers":
@@ -107,28 +107,29 @@ def attach(
         raise ImportError('attaching needs transformers: pip install "sparseprefill[hf]"') from error
     warn_of_untested()
     decoder = find_decoder(model)
-    claim(decoder)
-    check(decoder, STAR)
-    if route.asks_model:
-        route.check_model(identity(decoder))
-    seen = None
-    if verify:
-        findings = dry_run(model, decoder, route)
-        seen = findings.layers
-        session.expect(seen)
-        _check_layers(session, findings.layers)
-        if strict:
-            _check_strict(session, findings.dense)
-        session.start(type(model).__name__, findings.kinds, windows=findings.windows, trained=trained_length(decoder))
-        if findings.repeated:
-            session.note("layer indices repeat within a forward: methods that remember by layer mix them up")
-    last = None
-    if skip_unread:
-        last = unread.check(model, decoder, seen)
+    with attaching(decoder):
+        check(decoder, STAR)
+        if route.asks_model:
+            route.check_model(identity(decoder))
+        seen = None
         if verify:
-            compare_unread(model, decoder, route, last)
-    handle = Handle(decoder, session, last=last, model=model)
-    handle.bind()
+            findings = dry_run(model, decoder, route)
+            seen = findings.layers
+            session.expect(seen)
+            _check_layers(session, findings.layers)
+            if strict:
+                _check_strict(session, findings.dense)
+            trained = trained_length(decoder)
+            session.start(type(model).__name__, findings.kinds, windows=findings.windows, trained=trained)
+            if findings.repeated:
+                session.note("layer indices repeat within a forward: methods that remember by layer mix them up")
+        last = None
+        if skip_unread:
+            last = unread.check(model, decoder, seen)
+            if verify:
+                compare_unread(model, decoder, route, last)
+        handle = Handle(decoder, session, last=last, model=model)
+        handle.bind()
     return handle
 
 
