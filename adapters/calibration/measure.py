@@ -257,7 +257,7 @@ def executor_times(call: AttentionCall, executor: SparseExecutor, clock: Clock) 
     geometry, made = call.geometry, list[tuple[float, float]]()
     source = torch.Generator(device=call.q.device).manual_seed(0)
     rows, columns = geometry.tile_rows(TILE), geometry.tile_columns(TILE)
-    noise = torch.rand(1, geometry.heads, rows, columns, generator=source, device=call.q.device)
+    noise = torch.rand(1, geometry.heads, rows, columns, generator=source, dtype=torch.float32, device=call.q.device)
     for share in SHARES:
         plan = Plan(SparseMask.from_tiles(call, noise < share, TILE))
         density = plan.mask.density

@@ -124,5 +124,6 @@ def _draw(axis: Any, panel: Panel) -> Any:
 
 def _shares(mask: SparseMask | None, cells: int) -> Any:
     if mask is None:
-        return torch.ones(cells, cells).masked_fill(torch.ones(cells, cells).triu(1).bool(), torch.nan).numpy()
+        ones = torch.ones(cells, cells, dtype=torch.float32, device="cpu")
+        return ones.masked_fill(ones.triu(1).bool(), torch.nan).numpy()
     return mask.shade(cells)[0, 0].cpu().numpy()

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from sparseprefill.profiles.identity import ModelIdentity
 
 EMBEDDED = "embedded"
-STRETCHED = ". If the model's card says how to stretch its context (rope scaling in config.json), pass a folder where that is done"
+STRETCHED = (
+    ". If the model's card says how to stretch its context (rope scaling in config.json), pass a folder where that "
+    "is done"
+)
 """What else helps where a model reads too little; ours is no recipe for it."""
 THREADS, AT_ONCE = 16, 4
 """Threads that any machine may have, and for each of its cores: with too many, the libraries below PyTorch crash."""
@@ -85,7 +88,7 @@ class Place:
         """The place that the options name; CommandError where there is no such device."""
         try:
             found = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-            torch.zeros(1, device=found).item()  # a device such as meta holds no values
+            torch.zeros(1, dtype=torch.float32, device=found).item()  # a device such as meta holds no values
         except (RuntimeError, AssertionError, ImportError) as error:
             reason = str(error).split("\n")[0].split(". ")[0]
             raise CommandError(f"--device {device}: {reason}; pass cpu, or cuda where PyTorch sees a GPU") from error

@@ -143,7 +143,7 @@ def answered(model: Any, cache: Any, prompt: list[int], draft: list[int]) -> lis
     pending, step = prompt, 1
     while len(found) < len(draft):
         ahead = draft[len(found) :][:step]
-        ids = torch.tensor([[*pending, *ahead[:-1]]], device=model.device)
+        ids = torch.tensor([[*pending, *ahead[:-1]]], dtype=torch.int64, device=model.device)
         chosen = model(ids, past_key_values=cache, logits_to_keep=len(ahead)).logits[0].argmax(-1).tolist()
         departed = next((i for i, (a, b) in enumerate(zip(chosen, ahead, strict=True)) if a != b), None)
         taken = len(ahead) if departed is None else departed + 1

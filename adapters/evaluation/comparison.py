@@ -187,7 +187,7 @@ class Comparison:
         )
 
     def _fidelity(self, rows: Rows, cache: Any, tail: Tensor) -> Fidelity:
-        ids = torch.tensor(self.prompt.ids)
+        ids = torch.tensor(self.prompt.ids, dtype=torch.int64, device="cpu")
         end = len(self.prompt.ids) - tail.shape[1]
         inside, last = slice(inside_rows(end)), slice(end - self.sizes.last, end)
         follows = self.reader.follow(cache, tail)
@@ -248,7 +248,7 @@ def check_length(prompt: Prompt, sizes: Sizes) -> None:
 
 def _cut(prompt: Prompt, sizes: Sizes, reader: Reader) -> tuple[Tensor, Tensor]:
     check_length(prompt, sizes)
-    ids = torch.tensor([prompt.ids], device=reader.device)
+    ids = torch.tensor([prompt.ids], dtype=torch.int64, device=reader.device)
     return ids[:, : -sizes.tail], ids[:, -sizes.tail :]
 
 

@@ -70,8 +70,11 @@ class Divergence:
 
     @property
     def perplexity_ratio(self) -> float:
-        """Perplexity of the text after the sparse prefill over that after the dense one."""
-        return math.exp(self.surprise - self.dense_surprise)
+        """Perplexity of the text after the sparse prefill over that after the dense one; infinity beyond all floats."""
+        try:
+            return math.exp(self.surprise - self.dense_surprise)
+        except OverflowError:
+            return math.inf
 
     @property
     def nll_ratio(self) -> float:
@@ -383,7 +386,7 @@ def _total(scores: Collection[tuple[int, int]]) -> tuple[int, int]:
 def _spread(prefix: str, recalls: Sequence[float]) -> dict[str, float]:
     if not recalls:
         return {}
-    found = torch.tensor(recalls, dtype=torch.float64)
+    found = torch.tensor(recalls, dtype=torch.float64, device="cpu")
     fifth = float(found.nanquantile(0.05))
     return {f"{prefix}recall": fmean(recalls), f"{prefix}p5": fifth, f"{prefix}lowest": min(recalls)}
 

@@ -64,8 +64,8 @@ def copied(prompt: Prompt, rows: Rows, dense: Copies | None = None) -> Copies | 
 
 def _asked(prompt: Prompt, spans: list[Span]) -> tuple[Tensor, Tensor]:
     """The rows that predict the tokens of some spans, and these tokens, int64 ``[n]``."""
-    rows = torch.cat([torch.arange(one.first - 1, one.last - 1) for one in spans])
-    return rows, torch.tensor(prompt.ids)[rows + 1]
+    rows = torch.cat([torch.arange(one.first - 1, one.last - 1, device="cpu") for one in spans])
+    return rows, torch.tensor(prompt.ids, dtype=torch.int64, device="cpu")[rows + 1]
 
 
 @frozen(kw_only=True)

@@ -105,13 +105,12 @@ def attach(
     _need_transformers()
     from .handle import replacing
     from .inspection import check, find_decoder
-    from .switch import STAR, claim
+    from .switch import STAR, attaching
     from .versions import warn_of_untested
 
     warn_of_untested()
     decoder = find_decoder(model)
-    with replacing(decoder) if replace else nullcontext():
-        claim(decoder)
+    with replacing(decoder) if replace else nullcontext(), attaching(decoder):
         check(decoder, STAR)
         return _bound(model, decoder, session, verify=verify, skip_unread=skip_unread)
 

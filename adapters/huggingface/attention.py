@@ -5,7 +5,6 @@ from __future__ import annotations
 import dis
 import inspect
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -182,14 +181,12 @@ def _output(
     if (small := forward.small.get(sizes)) is not None:
         session.again(layer, small, (query.shape[0], query.shape[2], compact.used))
         return None
-    cast = lowered(query, key, value)
-    with autocast_off(query.device):
-        call = _call(attached, layer, *cast, compact, kwargs)
-        if not isinstance(call, AttentionCall):
-            session.decline(layer, call, shape)
-            return None
-        read = forward.read if layer == attached.last else None
-        outcome = session.run(call, forward.progress.prefill, read)
+    call = _call(attached, layer, *lowered(query, key, value), compact, kwargs)
+    if not isinstance(call, AttentionCall):
+        session.decline(layer, call, shape)
+        return None
+    read = forward.read if layer == attached.last else None
+    outcome = session.run(call, forward.progress.prefill, read)
     if not isinstance(outcome, Fallback):
         return outcome.out.transpose(1, 2).contiguous()
     if outcome.small:
@@ -316,8 +313,3 @@ def lowered(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return q, k, v
     q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
     return q, k, v
-
-
-def autocast_off(device: torch.device) -> AbstractContextManager[object]:
-    """Within, autocast is off on a device: it would round an estimator's sums, and an executor's."""
-    return nullcontext() if autocast_type(device) is None else torch.autocast(device.type, enabled=False)

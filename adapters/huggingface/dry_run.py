@@ -261,7 +261,8 @@ def random_ids(model: torch.nn.Module, decoder: PreTrainedModel, most: int = TOK
     low, high = allowed_ids(config if isinstance(config, PreTrainedConfig) else decoder.config, known)
     room = trained_length(decoder)
     tokens = most if room is None else min(most, room)
-    ids = torch.randint(low, high, (2, tokens), generator=torch.Generator().manual_seed(0))
+    source = torch.Generator("cpu").manual_seed(0)
+    ids = torch.randint(low, high, (2, tokens), generator=source, device="cpu")
     return ids.to(input_device(decoder))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import threading
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
@@ -16,6 +17,9 @@ from sparseprefill.errors import AttachError
 
 # Such code treats every implementation that it does not know by name in another way, masks included.
 BY_NAME = re.compile(r"_attn_implementation\s*(?:(?:not\s+)?in\s*[(\[{]|[=!]=\s*[\"']sdpa)")
+
+READING = threading.Lock()
+"""Held while a class is looked up in its source: Python 3.11 parses that, and fails where two threads do so at once."""
 
 
 def find_decoder(model: object) -> PreTrainedModel:
@@ -76,7 +80,8 @@ def _branches(owner: type) -> bool:
     if "Attention" not in owner.__name__ and "Indexer" not in owner.__name__:
         return False
     try:
-        return BY_NAME.search(inspect.getsource(owner)) is not None
+        with READING:
+            return BY_NAME.search(inspect.getsource(owner)) is not None
     except (OSError, TypeError):
         return False  # made in a session without source: the dry run has to tell
 

@@ -252,9 +252,11 @@ def classify(mask_function: MaskFunction, local_size: int | None, allow_is_causa
         mask_function = inner
     if local_size is None:
         return Pattern() if mask_function is causal_mask_function else None
-    window, zero = int(local_size), torch.zeros((), dtype=torch.long)
-    query = torch.tensor([0, 1, window - 1, window, window + 1, 2 * window - 1, 2 * window, 3 * window + 1])[:, None]
-    distance = torch.tensor([-window, -1, 0, 1, window // 2, window - 1, window, window + 1, 2 * window])[None]
+    window = int(local_size)
+    at = [0, 1, window - 1, window, window + 1, 2 * window - 1, 2 * window, 3 * window + 1]
+    apart = [-window, -1, 0, 1, window // 2, window - 1, window, window + 1, 2 * window]
+    query, distance = (torch.tensor(some, dtype=torch.int64, device="cpu") for some in (at, apart))
+    query, distance, zero = query[:, None], distance[None], query[0]
     wanted = ((distance >= 0) & (distance < window)).expand(query.shape[0], -1)
     try:
         same = torch.equal(mask_function(zero, zero, query, query - distance).expand_as(wanted), wanted)

@@ -50,7 +50,7 @@ class Reader:
             first = verify and index == 0
             options: dict[str, Any] = {"strict": True, "gate": None, "tail": 0, "recall_every": 0, "verify": first}
             with _listening(self.model, added), attach(self.model, pipeline, observe=observe, **options) as handle:
-                given = torch.tensor([list(ids)], device=self.model.device)
+                given = torch.tensor([list(ids)], dtype=torch.int64, device=self.model.device)
                 self.model(given, use_cache=False, logits_to_keep=1)
                 layers = tuple(one.layer for one in handle.report().layers)
             yield layers

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -23,6 +25,7 @@ LOCK = threading.RLock()
 
 _names: dict[tuple[str, int], str] = {}  # (original implementation, min_query) -> the one name for both, for ever
 _switches: weakref.WeakSet[Switch] = weakref.WeakSet()
+_coming: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()  # that are looked at, to be attached
 
 
 class User(Protocol):
@@ -114,6 +117,22 @@ class Switch:
     def holds(self, config: PreTrainedConfig) -> bool:
         """Whether this switch has switched the config."""
         return bool(self.users) and any(config is one for one, _ in self._before)
+
+
+@contextmanager
+def attaching(decoder: PreTrainedModel) -> Iterator[None]:
+    """Within, nobody else attaches the decoder: of several threads that do so at once, all but one have an AttachError
+    before they have run it."""
+    with LOCK:
+        if decoder in _coming:
+            raise AttachError(f"{type(decoder).__name__} is being attached already: attach it once, in one thread")
+        claim(decoder)
+        _coming.add(decoder)
+    try:
+        yield
+    finally:
+        with LOCK:
+            _coming.discard(decoder)
 
 
 def claim(decoder: PreTrainedModel) -> None:

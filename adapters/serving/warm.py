@@ -65,7 +65,7 @@ class Sizes:
         """``[FILLED, Hkv, page, 2 * D]`` as vLLM lays it out; numbers that are finite in every type."""
         shape = (FILLED, self.kv_heads, self.page, 2 * self.head_dim)
         order = (0, 1, 2, 3) if self.outside else (0, 2, 1, 3)
-        made = torch.rand([shape[i] for i in order], device=self.device)
+        made = torch.rand([shape[i] for i in order], dtype=torch.float32, device=self.device)
         return ((made * 64).to(torch.uint8) if self.stored.itemsize == 1 else made.to(self.stored)).permute(order)
 
     def calls(self, tail: int) -> list[tuple[int, int, int]]:

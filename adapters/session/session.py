@@ -14,7 +14,7 @@ from attrs import define, evolve, field, frozen
 from torch import Tensor
 
 from sparseprefill.breakeven.gate import OFF, GateChoice, with_remedy
-from sparseprefill.call import AttentionCall
+from sparseprefill.call import AttentionCall, uncast
 from sparseprefill.errors import AttachError, ParameterError, UnsupportedCallError, printed, told
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.memory import Memory
@@ -140,6 +140,7 @@ class Session:
         self._kernels: Counter[Kernel | str] = Counter()
         self._short, self._lock = 0, threading.RLock()
 
+    @uncast
     def run(self, call: AttentionCall, prefill: Prefill, read: int | None = None) -> Result | Fallback:
         """One layer's attention, or why the host shall compute it.
 
@@ -161,6 +162,7 @@ class Session:
             return self.decline(call.layer, str(error), sizes(call))
         return self._sparse(call, prefill, chosen, result)
 
+    @uncast
     def run_many(self, calls: Sequence[tuple[AttentionCall, Prefill, int | None]]) -> list[Outcome]:
         """What `run` gives for each call, of different requests, with one launch for several where the executor can.
 

@@ -108,7 +108,7 @@ class _Coming:
         """Sends them to the host; nothing waits."""
         if figures.device.type != "cuda":
             return cls(call.layer, call.first_head, figures, None, call.kv_len)
-        host = torch.empty(figures.shape, dtype=figures.dtype, pin_memory=True)
+        host = torch.empty(figures.shape, dtype=figures.dtype, device="cpu", pin_memory=True)
         host.copy_(figures, non_blocking=True)
         there = torch.cuda.Event()
         there.record(torch.cuda.current_stream(figures.device))
@@ -124,7 +124,7 @@ class _Coming:
         if self.there is not None:
             self.there.synchronize()
         *sums, density, lowest = self.figures[: -STEPS - 1].double().tolist()
-        both = torch.tensor(sums, dtype=torch.float64).view(2, -1)
+        both = torch.tensor(sums, dtype=torch.float64, device="cpu").view(2, -1)
         return _Kept(self.first_head, both, lowest, self.figures[-STEPS - 1 :].to(torch.int64), density)
 
 

@@ -148,7 +148,7 @@ def _warm(made: Runtime, runner: Any, layer: Any, able: Sequence[Layer]) -> None
     pool, page = runner.token_to_kv_pool, int(runner.page_size)
     stored = pool.get_key_buffer(able[0].index).dtype
     size, device = int(layer.qk_head_dim), torch.device(runner.device)
-    one = torch.ones(1, device=device) if stored.itemsize == 1 else None
+    one = torch.ones(1, dtype=torch.float32, device=device) if stored.itemsize == 1 else None
 
     def pages(cache: Tensor, table: Tensor, keys: int) -> Pages:
         kv = (x.contiguous().flatten(0, 1) for x in cache.transpose(1, 2).split(size, dim=-1))

@@ -100,10 +100,10 @@ def columns(rows: Sequence[Sequence[int]], done: Sequence[int], fill: int) -> tu
     rows: all tokens of each row. done: how many of them are computed.
     """
     past, ahead = max(done), max(len(row) - count for row, count in zip(rows, done, strict=True))
-    ids = torch.full((len(rows), past + ahead), fill, dtype=torch.int64)
+    ids = torch.full((len(rows), past + ahead), fill, dtype=torch.int64, device="cpu")
     mask = torch.zeros_like(ids)
     for number, (row, count) in enumerate(zip(rows, done, strict=True)):
         for part, end in ((row[:count], past), (row[count:], past + ahead)):
-            ids[number, end - len(part) : end] = torch.tensor(part, dtype=torch.int64)
+            ids[number, end - len(part) : end] = torch.tensor(part, dtype=torch.int64, device="cpu")
             mask[number, end - len(part) : end] = 1
     return ids, mask, past

@@ -84,7 +84,9 @@ class Star:
         self.ranks.agree("encode", {"contexts": digest(rows)})
         with self.ranks.run("phase 1"):
             shards = encode(self.switch, self.ranks, self.layers, self.inner, rows, layouts)
-            self.ranks.gather(torch.zeros(1, device=self.switch.decoder.device)).cpu()  # until all are done
+            self.ranks.gather(
+                torch.zeros(1, dtype=torch.float32, device=self.switch.decoder.device)
+            ).cpu()  # until all are done
         owner = self.ranks.rank == self.ranks.size - 1
         return Context(self, rows, layouts, Answer(self.executor, shards, owner))
 

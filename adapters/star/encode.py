@@ -84,7 +84,7 @@ def encode(
                 sends=layout.sends and ranks.rank == 0 and number == layout.anchors - 1,
                 again=number != share[-1],
             )
-            tokens = torch.tensor([list(ids[span.start : span.stop])], device=device)
+            tokens = torch.tensor([list(ids[span.start : span.stop])], dtype=torch.int64, device=device)
             positions = torch.arange(span.start, span.stop, device=device)[None]
             with switch.to(phase):
                 switch.decoder(input_ids=tokens, position_ids=positions, use_cache=False)

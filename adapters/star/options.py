@@ -61,7 +61,7 @@ class SameScores(LogitsProcessor):  # type: ignore[misc,unused-ignore]
     """
 
     def __init__(self, ranks: Ranks) -> None:
-        self.ranks, self._last = ranks, torch.zeros(())
+        self.ranks, self._last = ranks, torch.zeros((), dtype=torch.float32, device="cpu")
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The scores of rank 0; float32 ``[B, vocabulary]``."""

@@ -9,28 +9,28 @@ size, block size and instruction set. The order is found by writing digits of ea
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 from vllm import _custom_ops as ops
+
+from sparseprefill.mask.geometry import remembered
 
 BASE = 8  # digits 0 to 7 are exact in every floating-point format of a cache
 FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
-@cache
+@remembered(64)
 def order(dtype: torch.dtype, head_size: int, block: int, isa: str, kind: str) -> tuple[Tensor, Tensor]:
     """int64 ``[block * head_size]`` each for K and V: where in a packed block the number of (token, dimension) stands.
 
     dtype: of the model. kind: vLLM's name for the cache's dtype.
     """
     count = block * head_size
-    index = torch.arange(count).view(block, 1, head_size)
-    found = torch.zeros(2, count, dtype=torch.int64)
-    slots, step = torch.arange(block), 1
+    index = torch.arange(count, device="cpu").view(block, 1, head_size)
+    found = torch.zeros(2, count, dtype=torch.int64, device="cpu")
+    slots, step = torch.arange(block, device="cpu"), 1
     while step < count:
-        stored = torch.zeros(1, 1, 2 * block, head_size, dtype=torch.uint8 if kind in FP8 else dtype)
+        stored = torch.zeros(1, 1, 2 * block, head_size, dtype=torch.uint8 if kind in FP8 else dtype, device="cpu")
         halves = stored.chunk(2, dim=2)
         digits = (index // step % BASE).to(dtype)
         ops.cpu_attn_reshape_and_cache(
@@ -38,7 +38,7 @@ def order(dtype: torch.dtype, head_size: int, block: int, isa: str, kind: str) -
         )
         found += torch.stack([plain(half, kind).reshape(-1).float().round().long() * step for half in halves])
         step *= BASE
-    at = torch.arange(count)
+    at = torch.arange(count, device="cpu")
     k, v = (torch.empty_like(at).scatter_(0, numbers, at) for numbers in found)
     return k, v
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from functools import cache, cached_property
-from typing import Any, cast
+from collections.abc import Callable, Mapping
+from functools import cache, cached_property, wraps
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from attrs import field, fields, frozen
@@ -13,8 +13,12 @@ from torch import Tensor
 
 from sparseprefill.errors import InvalidCallError, ParameterError, nearest, printed
 from sparseprefill.mask.geometry import Geometry
-from sparseprefill.pages import DTYPES, LONGEST, Pages, check_index
+from sparseprefill.pages import DTYPES, LONGEST, Pages, check_index, odd_layout
 
+P = ParamSpec("P")
+T = TypeVar("T")
+CASTING = ("cpu", "cuda", "xpu", "mps")
+"""Kinds of devices for which `torch.autocast` may be on."""
 LEAST, MOST = 1e-30, 1e30
 """Bounds of scale and softcap: beyond them float32 logits, or logits over the softcap, are no numbers any more."""
 
@@ -83,15 +87,22 @@ class AttentionCall:
         """The pages that hold K and V; None where K and V are tensors."""
         return self._k if isinstance(self._k, Pages) and self._k is self._v else None
 
-    @cached_property
+    @property
     def k(self) -> Tensor:
-        """Keys ``[B, Hkv, Nkv, D]``; of pages a copy, made once."""
+        """Keys ``[B, Hkv, Nkv, D]``; of pages a copy: see `Pages.keys`."""
         return self._k.keys() if isinstance(self._k, Pages) else self._k
 
-    @cached_property
+    @property
     def v(self) -> Tensor:
-        """Values ``[B, Hkv, Nkv, Dv]``; of pages a copy, made once."""
+        """Values ``[B, Hkv, Nkv, Dv]``; of pages a copy: see `Pages.values`."""
         return self._v.values() if isinstance(self._v, Pages) else self._v
+
+    @property
+    def recorded(self) -> bool:
+        """Whether gradients are recorded of what the call holds."""
+        return torch.is_grad_enabled() and any(
+            x.requires_grad for x in (self.q, self._k, self._v, self.sinks) if x is not None
+        )
 
     @property
     def kv_heads(self) -> int:
@@ -140,10 +151,11 @@ class AttentionCall:
 
     @cached_property
     def geometry(self) -> Geometry:
-        """Positions, tiles and visibility of this call."""
+        """Positions, tiles and visibility of this call; a window that no key is behind is none."""
         offset = self.kv_len - self.q.shape[2] if self.q_offset is None else self.q_offset
         batch, heads, q_len = self.q.shape[:3]
-        return Geometry(batch, heads, q_len, self.kv_len, offset, self.q.device, self.starts, self.lengths, self.window)
+        window = None if self.window is None or self.window >= self.kv_len else self.window
+        return Geometry(batch, heads, q_len, self.kv_len, offset, self.q.device, self.starts, self.lengths, window)
 
 
 @cache
@@ -158,6 +170,24 @@ def check_call(call: object) -> AttentionCall:
     return call
 
 
+def uncast(compute: Callable[P, T]) -> Callable[P, T]:
+    """The function with `torch.autocast` off, which would round its products to half precision.
+
+    For what may be called on its own: executors, stages, statistics, metrics. Tensors come in the type that they have,
+    and nothing else is changed. Where autocast is off, it costs a question for each kind of device.
+    """
+
+    @wraps(compute)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        for kind in CASTING:
+            if torch.is_autocast_enabled(kind):
+                with torch.autocast(kind, enabled=False):
+                    return run(*args, **kwargs)  # it may be on for another kind, too
+        return compute(*args, **kwargs)
+
+    return run
+
+
 def rows_at(x: Tensor, index: Tensor) -> Tensor:
     """Some rows of ``[B, H, N, *]``, by index int64 ``[B, n]``: ``[B, H, n, *]``, a copy."""
     return torch.gather(x, 2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
@@ -169,6 +199,9 @@ def _check_tensors(q: Tensor, k: Tensor | Pages, v: Tensor | Pages) -> None:
             continue  # checked when they were made
         if not isinstance(x, Tensor):
             raise InvalidCallError(name, type(x).__name__, "pass a torch.Tensor [B, H, N, D]")
+        if odd := odd_layout(x):
+            remedy = "pass a plain tensor [B, H, N, D]; rows of several lengths padded, and their lengths as `lengths`"
+            raise InvalidCallError(name, odd, remedy)
         if x.dim() != 4:
             raise InvalidCallError(name, f"of shape {tuple(x.shape)}", "pass four dimensions [B, H, N, D]")
         if x.dtype not in DTYPES:
@@ -229,8 +262,9 @@ def _check_tensor(
     call: AttentionCall, name: str, x: Any, length: int, dtypes: tuple[torch.dtype, ...], remedy: str
 ) -> None:
     """Raise unless the tensor is ``[length]``, in one of these types, and beside q."""
-    if not isinstance(x, Tensor) or x.shape != (length,) or x.dtype not in dtypes:
-        shown = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else printed(x)
+    odd = odd_layout(x) if isinstance(x, Tensor) else printed(x)
+    if odd or x.shape != (length,) or x.dtype not in dtypes:
+        shown = odd or f"{x.dtype} {tuple(x.shape)}"
         raise InvalidCallError(name, shown, remedy)
     if x.device != call.q.device:
         raise InvalidCallError(name, f"on {x.device}", f"move it to q's device {call.q.device}")

@@ -80,6 +80,8 @@ def printed(value: object) -> str:
     objects whose own `repr` fails, by their type.
     """
     kind = type(value).__name__
+    if getattr(value, "is_nested", False) is True:  # which has no shape to show
+        return f"a nested {kind} of {getattr(value, 'dtype', '')}"
     if kind in ("Tensor", "Parameter"):
         return f"a {kind} of {getattr(value, 'dtype', '')} {tuple(getattr(value, 'shape', ()))}"
     try:

@@ -85,6 +85,30 @@ def _is_name(value: object) -> bool:
     return isinstance(value, str) and NAME.fullmatch(value) is not None
 
 
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _check_parameters(method: Method, attribute: Attribute[Any], value: Any) -> None:
+    """A table of the method's own parameters, and of the floor that every method has."""
+    name = f"Method.{attribute.name}"
+    if not isinstance(value, Mapping):
+        raise ParameterError(f"{name} is {printed(value)}: pass a table of parameters by name, such as {{'block': 64}}")
+    known = [str(one.alias) for one in fields(method.config) if one.init]
+    for key in value:
+        if key not in (*known, FLOOR):
+            raise ParameterError(
+                f"{name} names {printed(key)}, which {method.config.__name__} does not have{nearest(told(key), known)}"
+            )
+
+
+def _check_search(method: Method, attribute: Attribute[Any], value: Any) -> None:
+    _check_parameters(method, attribute, value)
+    for key, values in value.items():
+        if not isinstance(values, Sequence) or isinstance(values, str | bytes):
+            raise ParameterError(f"Method.search[{key!r}] is {printed(values)}: pass a list of values to try")
+
+
 def _check_table(method: Method, _: object, value: Any) -> None:
     if value is None:
         return
@@ -112,15 +136,15 @@ class Method:
     """
 
     name: str = field(validator=fitting("Method", _is_name, "lower-case words joined by hyphens, such as 'my-method'"))
-    summary: str
+    summary: str = field(validator=fitting("Method", _is_text, "one line of text"))
     config: type = field(validator=_check_config)
     build: Callable[[Any], Pipeline] = field(
         validator=fitting("Method", callable, "a function that makes a Pipeline of a config")
     )
-    paper: str = ""
-    full: Mapping[str, Any] = field(factory=dict)
-    small: Mapping[str, Any] = field(factory=dict)
-    search: Mapping[str, Sequence[Any]] = field(factory=dict)
+    paper: str = field(default="", validator=fitting("Method", _is_text, "a title or a link, or an empty text"))
+    full: Mapping[str, Any] = field(factory=dict, validator=_check_parameters)
+    small: Mapping[str, Any] = field(factory=dict, validator=_check_parameters)
+    search: Mapping[str, Sequence[Any]] = field(factory=dict, validator=_check_search)
     table: NeededTable | None = field(default=None, validator=_check_table)
 
     @property

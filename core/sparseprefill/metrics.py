@@ -9,7 +9,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from sparseprefill.call import check_call
+from sparseprefill.call import check_call, uncast
 from sparseprefill.errors import ParameterError, printed
 from sparseprefill.plan import Result
 from sparseprefill.statistics.by_tile import row_lse
@@ -38,6 +38,7 @@ class WatchedRecall:
     spread: int
 
 
+@uncast
 @torch.no_grad()
 def watched_recall(call: AttentionCall, result: Result) -> WatchedRecall:
     """Recall of `SPREAD` rows over the call and of its `LAST` last ones, of each batch row, for hosts at work.
@@ -53,6 +54,7 @@ def watched_recall(call: AttentionCall, result: Result) -> WatchedRecall:
     return WatchedRecall(rows, real, kept, SPREAD)
 
 
+@uncast
 def recall(call: AttentionCall, result: Result, rows: int | Sequence[int] | Tensor | None = None) -> Tensor:
     """Attention mass kept by each row, ``[B, Hq, n]``: ``exp(lse_sparse - lse_dense)``; NaN in padding rows.
 
@@ -100,7 +102,12 @@ def sample_rows(call: AttentionCall, rows: int | Sequence[int] | Tensor | None) 
     if isinstance(rows, int):
         if rows < 1 or isinstance(rows, bool):
             raise ParameterError(f"rows is {printed(rows)}: {remedy}")
-        return torch.linspace(0, q_len - 1, min(rows, q_len), dtype=torch.float64).round().long().to(call.q.device)
+        return (
+            torch.linspace(0, q_len - 1, min(rows, q_len), dtype=torch.float64, device="cpu")
+            .round()
+            .long()
+            .to(call.q.device)
+        )
     try:
         index = torch.as_tensor(rows, device=call.q.device)
     except (TypeError, ValueError, RuntimeError, OverflowError):
@@ -111,6 +118,7 @@ def sample_rows(call: AttentionCall, rows: int | Sequence[int] | Tensor | None) 
     return index.to(torch.int64)
 
 
+@uncast
 def dense_lse(call: AttentionCall, rows: Tensor, chunk: int = 16384) -> Tensor:
     """``[B, Hq, n]``: LSE of dense attention over the keys each row may see, float32 or better."""
     dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32

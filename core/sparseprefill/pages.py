@@ -86,12 +86,20 @@ class Pages:
         return self.k.dtype != self.dtype or self.k_scale is not None or self.v_scale is not None
 
     @property
+    def requires_grad(self) -> bool:
+        """Whether keys or values have a gradient."""
+        return any(_has_gradient(x, scale) for x, scale in ((self.k, self.k_scale), (self.v, self.v_scale)))
+
+    @property
     def gathered(self) -> frozenset[str]:
         """What was copied so far, "k" or "v", by these pages, those they were cut from, or others cut from those."""
         return frozenset((self.cut_from or self)._kept)
 
     def keys(self) -> Tensor:
-        """``[1, Hkv, length, D]`` in `dtype`: copied once, when first asked for."""
+        """``[1, Hkv, length, D]`` in `dtype`: copied once, when first asked for.
+
+        Of a cache that requires a gradient, while gradients are recorded, each call makes a copy of its own.
+        """
         return self._read("k")
 
     def values(self) -> Tensor:
@@ -121,10 +129,17 @@ class Pages:
         if self.cut_from is not None:
             heads = slice(self.first_head, self.first_head + self.k.shape[2])
             return self.cut_from._read(name)[:, heads, : self.length]
+        x, scale = (self.k, self.k_scale) if name == "k" else (self.v, self.v_scale)
+        if torch.is_grad_enabled() and _has_gradient(x, scale):
+            return _at(x, self.table, torch.arange(self.length, device=self.device), scale, self.dtype)
         if name not in self._kept:
-            x, scale = (self.k, self.k_scale) if name == "k" else (self.v, self.v_scale)
-            self._kept[name] = _gather(x, self.table, self.length, scale, self.dtype)
+            with torch.inference_mode(False), torch.no_grad():  # else a later call with gradients could not use it
+                self._kept[name] = _gather(x, self.table, self.length, scale, self.dtype)
         return self._kept[name]
+
+
+def _has_gradient(x: Tensor, scale: Tensor | None) -> bool:
+    return x.requires_grad or (scale is not None and scale.requires_grad)
 
 
 def _gather(x: Tensor, table: Tensor, length: int, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -139,10 +154,16 @@ def _at(x: Tensor, table: Tensor, index: Tensor, scale: Tensor | None, dtype: to
     """Rows ``[1, Hkv, n, D]`` of the keys `index`: a view of tokens, whose heads stand side by side."""
     raw = x.view(torch.uint8) if x.dtype in FP8 else x  # fp8 has no indexing everywhere
     page = x.shape[1]
-    taken = raw[table[index // page].long(), index % page].view(x.dtype)
+    taken = raw[table[index // page].long(), index % page]
+    taken = taken if taken.dtype == x.dtype else taken.view(x.dtype)  # a view, even of its own type, has no gradient
     if scale is not None:
         taken = taken.to(torch.float32) * scale
     return taken.to(dtype)[None].transpose(1, 2)
+
+
+def odd_layout(x: Tensor) -> str:
+    """What a tensor is whose numbers do not stand at strides: nested, or sparse; empty for a plain one."""
+    return "a nested tensor" if x.is_nested else "" if x.layout == torch.strided else f"of layout {x.layout}"
 
 
 def check_index(index: object, rows: tuple[int, ...], length: int, device: torch.device) -> None:
@@ -150,7 +171,8 @@ def check_index(index: object, rows: tuple[int, ...], length: int, device: torch
 
     Its values are looked at on the CPU alone.
     """
-    kind = isinstance(index, Tensor) and (index.dtype, index.device) == (torch.int64, device)
+    plain = isinstance(index, Tensor) and not odd_layout(index)
+    kind = plain and (index.dtype, index.device) == (torch.int64, device)
     if not isinstance(index, Tensor) or not kind or index.dim() != len(rows) + 1 or index.shape[:-1] != rows:
         wanted = ", ".join(map(str, (*rows, "n")))
         raise InvalidCallError("index", printed(index), f"pass an int64 tensor [{wanted}] on {device}")
@@ -170,12 +192,16 @@ def _check_cache(pages: Pages) -> None:
     for name, x in (("k", pages.k), ("v", pages.v), ("table", pages.table)):
         if not isinstance(x, Tensor):
             raise InvalidCallError(f"pages.{name}", printed(x), "pass a torch.Tensor")
+        if odd := odd_layout(x):
+            raise InvalidCallError(f"pages.{name}", odd, "pass a plain tensor, whose numbers stand at strides")
     for name, x in (("k", pages.k), ("v", pages.v)):
         if x.dim() != 4 or 0 in x.shape:
             remedy = "pass four dimensions [pages, page, Hkv, D], none of them empty"
             raise InvalidCallError(f"pages.{name}", f"of shape {tuple(x.shape)}", remedy)
         if x.dtype not in STORED:
             raise InvalidCallError(f"pages.{name}", f"of {x.dtype}", "view the cache as a floating-point type")
+        if x.dtype in FP8 and x.requires_grad:
+            raise InvalidCallError(f"pages.{name}", f"of {x.dtype} that requires a gradient", "pass it detached")
         if x.stride(3) != 1:
             raise InvalidCallError(f"pages.{name}", f"of strides {x.stride()}", "the last stride must be 1")
     k, v = pages.k, pages.v
@@ -191,7 +217,8 @@ def _check_cache(pages: Pages) -> None:
     for name, scale in (("k_scale", pages.k_scale), ("v_scale", pages.v_scale)):
         if scale is None:
             continue
-        kind = isinstance(scale, Tensor) and (scale.dtype, scale.device) == (torch.float32, k.device)
+        plain = isinstance(scale, Tensor) and not odd_layout(scale)
+        kind = plain and (scale.dtype, scale.device) == (torch.float32, k.device)
         if not kind or scale.numel() != 1:
             shown = f"{printed(scale)} on {scale.device}" if isinstance(scale, Tensor) else printed(scale)
             raise InvalidCallError(f"pages.{name}", shown, f"pass one float32 on {k.device}, or None")

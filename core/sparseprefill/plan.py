@@ -20,6 +20,7 @@ from sparseprefill.mask.mask import SparseMask
 from sparseprefill.mask.priority import Priority
 from sparseprefill.mask.samples import Held
 from sparseprefill.mask.tile_map import TileMap
+from sparseprefill.pages import odd_layout
 
 if TYPE_CHECKING:
     from sparseprefill.memory import Memory
@@ -154,8 +155,8 @@ class Plan:
         if self.probe is not None:
             wanted = (mask.geometry.batch, mask.geometry.heads)
             _check("Plan.probe", self.probe, Tensor)
-            if self.probe.dtype != torch.bool or tuple(self.probe.shape) != wanted:
-                given = f"{self.probe.dtype} {tuple(self.probe.shape)}"
+            if odd_layout(self.probe) or self.probe.dtype != torch.bool or tuple(self.probe.shape) != wanted:
+                given = odd_layout(self.probe) or f"{self.probe.dtype} {tuple(self.probe.shape)}"
                 raise MaskError(f"Plan.probe is {given}: pass a bool tensor [B, Hq] = {wanted}")
         if self.priority is not None:
             _check("Plan.priority", self.priority, Priority)
@@ -396,6 +397,8 @@ def check_plan(call: object, plan: object) -> None:
         raise ParameterError(f"plan is {_shown(plan)}: pass a Plan, such as Plan(SparseMask.full(call))")
     if plan.geometry is not given.geometry:
         check_geometry(given, plan.geometry, "plan has")
+    for mask in plan.masks:
+        _ = mask.lists_hold
 
 
 def check_geometry(call: AttentionCall, geometry: Geometry, who: str) -> None:
@@ -407,8 +410,15 @@ def check_geometry(call: AttentionCall, geometry: Geometry, who: str) -> None:
 
 def _check_thresholds(given: object, batch: int) -> None:
     """MaskError for what are no thresholds `Plan.skip_below`; values on a device are not read."""
-    if not isinstance(given, Tensor) or given.dtype != torch.float32 or tuple(given.shape) != (batch,):
-        shown = f"{given.dtype} {tuple(given.shape)}" if isinstance(given, Tensor) else _shown(given)
+    if (
+        not isinstance(given, Tensor)
+        or odd_layout(given)
+        or given.dtype != torch.float32
+        or tuple(given.shape) != (batch,)
+    ):
+        shown = _shown(given)
+        if isinstance(given, Tensor):
+            shown = odd_layout(given) or f"{given.dtype} {tuple(given.shape)}"
         raise MaskError(f"Plan.skip_below is {shown}: pass a float32 tensor [B] = ({batch},)")
     if given.device.type == "cpu" and not bool(((given >= 0) & (given < 1)).all()):
         raise MaskError(f"Plan.skip_below is {given.tolist()}: pass thresholds from 0 to less than 1")

@@ -46,6 +46,7 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
+from sparseprefill.call import uncast
 from sparseprefill.errors import SparsePrefillError, StageError, printable, printed, told
 from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.plan import Plan, Result, SoftmaxState, check_geometry
@@ -225,6 +226,7 @@ class Guard:
             raise StageError(f"{self.place}.{name} is {answer.shown(found)}: it must be {answer.words}")
         return found
 
+    @uncast
     def run(self, what: str, run: Callable[[], T]) -> T:
         """What a function of the object gives; `what` is its name for messages."""
         try:

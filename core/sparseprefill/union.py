@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import evolve, field, frozen
 
+from sparseprefill.call import uncast
 from sparseprefill.errors import ParameterError
 from sparseprefill.mask.priority import BestOf
 from sparseprefill.parts.workspace import default_workspace
@@ -86,6 +87,7 @@ class UnionEstimator:
         reasons = [reason for part in self.parts for reason in part.unsupported_plan(call)]
         return "; ".join(dict.fromkeys(reasons)) or None
 
+    @uncast
     def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
         """The union of the parts' plans."""
         plans = [part.plan(call, memory) for part in self.parts]

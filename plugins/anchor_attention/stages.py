@@ -9,7 +9,7 @@ from attrs import field, frozen
 from torch import Tensor
 
 from sparseprefill import kernels
-from sparseprefill.call import rows_at
+from sparseprefill.call import rows_at, uncast
 from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.mask.geometry import Geometry, kept_by_sizes
 from sparseprefill.mask.lists import IndexLists
@@ -51,6 +51,7 @@ class AnchorEstimator:
             return f"a sliding window ({call.window} keys) leaves no room for stripes"
         return None
 
+    @uncast
     def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
         """Anchor pass, then the stripes of each group; their weight against the anchor pass is left as priority."""
         geometry, regions = call.geometry, self.regions
@@ -153,6 +154,7 @@ class AnchorPriority(Priority):
         """See `Priority`: the mean of a tile's columns."""
         return tiles_of_columns(self, call, self.regions.group, tile_q, tile_k)
 
+    @uncast
     def column_scores(self, call: AttentionCall, position: Tensor, heads: slice) -> Tensor:
         """The worth of each key column: see `Priority`."""
         geometry, regions = call.geometry, self.regions

@@ -13,6 +13,7 @@ from attrs import frozen
 from torch import Tensor
 
 from sparseprefill import kernels
+from sparseprefill.call import uncast
 from sparseprefill.mask.geometry import reachable_map, regrid
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.mask.priority import PriorityScores
@@ -54,6 +55,7 @@ class BflaEstimator:
         """Maps of tiles, and their lists."""
         return default_workspace(call, self.tile)
 
+    @uncast
     def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
         """Tiles of the blocks that reach the mass; the blocks' shares are left as priority."""
         alpha, softcap = (call.softmax_scale / self.group, call.softcap) if self.mean else (call.softmax_scale, None)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from attrs import frozen
 
+from sparseprefill.call import uncast
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.mask.priority import PriorityScores, nearness
 from sparseprefill.parts.workspace import default_workspace, ranges_workspace
@@ -38,6 +39,7 @@ class FullEstimator:
         """One list for all rows."""
         return ranges_workspace(call, self.block, 0)
 
+    @uncast
     def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
         """The full mask."""
         return Plan(SparseMask.full(call, self.block))
@@ -57,6 +59,7 @@ class StreamingEstimator:
         """Lists of one head, for all."""
         return ranges_workspace(call, self.block, self._width(call))
 
+    @uncast
     def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
         """Two ranges of tiles per query tile; having no scores, it leaves `nearness` as priority."""
         geometry, block = call.geometry, self.block
@@ -88,6 +91,7 @@ class VerticalSlashEstimator:
         """Maps of tiles, and their lists."""
         return default_workspace(call, self.block)
 
+    @uncast
     def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
         """Columns and diagonals whose mass reaches gamma; their mass is left as priority."""
         return slashes.vertical_slash(call, self.gamma, self.block)

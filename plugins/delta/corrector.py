@@ -9,8 +9,8 @@ from attrs import evolve, field, frozen
 from torch import Tensor
 from torch.nn import functional
 
-from sparseprefill.call import rows_at
-from sparseprefill.plan import check_plan
+from sparseprefill.call import rows_at, uncast
+from sparseprefill.plan import base_of, check_plan
 from sparseprefill.stages import HeadScope
 from sparseprefill.statistics.pooled import products
 from sparseprefill.statistics.sampled import Logits
@@ -67,7 +67,7 @@ class Delta:
         blocks = 20 * max(heads * geometry.kv_len, _entries(call))
         return maps + keys + blocks + heads * (rows * width * 8 + 3 * geometry.q_len * call.value_dim * 4)
 
-    @torch.no_grad()
+    @uncast
     def correct(self, call: AttentionCall, plan: Plan, result: Result, memory: Memory) -> Result:
         """The result with the differences added; shapes, LSE and plan stay."""
         check_plan(call, plan)
@@ -109,10 +109,11 @@ def _differences(
     lse = torch.gather(result.lse, 2, index[:, None].expand(-1, heads, -1)).to(logits.dtype)
     total = lse if call.sinks is None else torch.logaddexp(lse, call.sinks.to(lse.dtype)[:, None])
     highest = logits.amax(-1)
-    most = torch.maximum(total, highest)
-    mine, weights = torch.exp(total - most), torch.exp(logits - most[..., None])  # NaN where a row sees no key at all
+    base = base_of(torch.maximum(total, highest).detach())  # cancels out
+    mine, weights = torch.exp(total - base), torch.exp(logits - base[..., None])
     theirs = weights.sum(-1)
     both = mine + theirs
+    both = torch.where(both == 0, 1.0, both)  # of a row that sees no key at all
     share, mean = theirs / both, products(weights, values.mT) / both[..., None]
     difference = mean - share[..., None] * out  # dense less sparse, where dense = (1 - share) out + mean
     fit = torch.isfinite(difference).all(-1, keepdim=True) & (highest > -torch.inf)[..., None]

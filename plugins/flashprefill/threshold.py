@@ -8,6 +8,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
+from sparseprefill.call import uncast
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.refiners.budget import ENTRIES, stripe_map
@@ -56,6 +57,7 @@ class RelativeThreshold:
         lists = geometry.batch * geometry.heads * geometry.tile_rows(GROUP) * (geometry.kv_len + 1) * 4
         return default_workspace(call) + lists + 16 * max(ENTRIES, geometry.batch * geometry.kv_len)
 
+    @uncast
     def refine(self, call: AttentionCall, plan: Plan, memory: Memory) -> Plan:
         """Drops the tiles and stripes below the threshold."""
         scores_of(plan, self, "leave it out")

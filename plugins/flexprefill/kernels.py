@@ -58,7 +58,7 @@ def distance(call: AttentionCall, products: Tensor, true: Tensor, count: int, bl
     far = torch.empty(batch, heads, dtype=torch.float32, device=products.device)
     distance_kernel[(batch * heads,)](
         products, true.contiguous(), far, geometry.starts, geometry.lengths, call.softmax_scale, call.softcap or 0.0,
-        geometry.q_offset, geometry.q_len, geometry.kv_len, count, columns, call.window or 0, heads,
+        geometry.q_offset, geometry.q_len, geometry.kv_len, count, columns, geometry.window or 0, heads,
         BLOCK=block, WIDTH=1024, WINDOW=geometry.window is not None, SOFTCAP=call.softcap is not None, num_warps=8,
         **FUSED,
     )  # fmt: skip

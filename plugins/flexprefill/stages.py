@@ -13,6 +13,7 @@ from attrs import frozen
 from torch import Tensor
 
 from sparseprefill import kernels
+from sparseprefill.call import uncast
 from sparseprefill.mask.geometry import by_block, reachable_map
 from sparseprefill.mask.priority import Priority, PriorityScores
 from sparseprefill.parts.workspace import default_workspace
@@ -52,6 +53,7 @@ class FlexEstimator:
         """Maps of tiles, and their lists."""
         return default_workspace(call, self.config.block)
 
+    @uncast
     def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
         """Tiles of every head, and stripes of those that are not query-aware.
 

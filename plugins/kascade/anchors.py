@@ -180,9 +180,9 @@ def best(gain: Tensor, count: int) -> tuple[tuple[int, ...], float]:
     n = gain.shape[0]
     table = gain.double().triu()
     served = torch.cat([table.new_zeros(n, 1), table.cumsum(1)], 1)  # [l, i]: of l, what it gives up to i
-    value = torch.full((count + 1, n + 1), -torch.inf, dtype=torch.float64)
+    value = torch.full((count + 1, n + 1), -torch.inf, dtype=torch.float64, device=gain.device)
     value[0, 0] = 0.0
-    came = torch.zeros(count + 1, n + 1, dtype=torch.int64)
+    came = torch.zeros_like(value, dtype=torch.int64)
     for k in range(1, count + 1):
         for i in range(k, n + 1):
             options = value[k - 1, :i] + served[:i, i]
@@ -203,12 +203,14 @@ def mapped(similar: Tensor) -> tuple[int, ...]:
     """
     own = similar.diagonal()
     most = similar.max(1)
-    return tuple(torch.where(own >= most.values, torch.arange(len(similar)), most.indices).tolist())
+    return tuple(
+        torch.where(own >= most.values, torch.arange(len(similar), device=similar.device), most.indices).tolist()
+    )
 
 
 def ordered(layers: Sequence[int], similar: dict[tuple[int, int], Tensor], weight: dict[int, float]) -> Tensor:
     """``[n, n]``: what layer b has from layer a: its weight times the mean over its heads of the best head's share."""
-    gain = torch.zeros(len(layers), len(layers), dtype=torch.float64)
+    gain = torch.zeros(len(layers), len(layers), dtype=torch.float64, device="cpu")
     for i, a in enumerate(layers):
         for j, b in enumerate(layers[i:], i):
             gain[i, j] = weight[b] * float(similar[a, b].amax(1).mean())

@@ -8,6 +8,7 @@ from uuid import uuid4
 
 from attrs import asdict, field, frozen
 
+from sparseprefill.call import uncast
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.parts.workspace import ranges_workspace
 from sparseprefill.pipeline import Pipeline
@@ -93,6 +94,7 @@ class Kascade(KascadeConfig):
         if self.anchors is not None:
             self.anchors.check_model(model)
 
+    @uncast
     def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
         """The columns as stripes; the layer's own attention is left as priority, `Chosen` as a note."""
         layer, table = call.layer, self.anchors
@@ -147,6 +149,7 @@ class ChoiceObserver:
         """Nothing beyond the lists, which are the estimator's."""
         return 0
 
+    @uncast
     def observe(self, call: AttentionCall, plan: Plan, result: Result, memory: Memory) -> None:
         """Nothing where the estimator is another one."""
         chosen = plan.notes.get(self.stage.key)

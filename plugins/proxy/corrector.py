@@ -9,9 +9,9 @@ import torch
 from attrs import evolve, field, frozen
 from torch import Tensor
 
-from sparseprefill.call import rows_at
+from sparseprefill.call import rows_at, uncast
 from sparseprefill.errors import ParameterError
-from sparseprefill.plan import check_plan
+from sparseprefill.plan import base_of, check_plan
 from sparseprefill.stages import HeadScope
 from sparseprefill.statistics.pooled import products
 from sparseprefill.validate import maybe, whole
@@ -69,7 +69,7 @@ class Proxy:
         block = max(_entries(call), heads * columns * (128 + size + width))
         return maps + means + out + 24 * block
 
-    @torch.no_grad()
+    @uncast
     def correct(self, call: AttentionCall, plan: Plan, result: Result, memory: Memory) -> Result:
         """The result with proxies for what is left out; LSE and plan stay. ParameterError for another `tile`."""
         check_plan(call, plan)
@@ -131,13 +131,15 @@ def _corrected(call: AttentionCall, held: Held, keys: _TileKeys, result: Result,
     logits = (logits + weight).masked_fill(~entered, -torch.inf)
     total = lse if call.sinks is None else torch.logaddexp(lse, call.sinks.to(lse.dtype)[:, None])
     highest = logits.amax(-1)
-    most = torch.maximum(total, highest)
-    mine, theirs = torch.exp(total - most), torch.exp(logits - most[..., None])  # NaN where a row sees no key at all
+    base = base_of(torch.maximum(total, highest).detach())  # cancels out
+    mine, theirs = torch.exp(total - base), torch.exp(logits - base[..., None])
     if kept is None:
         value = products(theirs, mean_value.mT)
     else:
         value = (theirs.unflatten(2, (-1, tile_q)) @ mean_value).flatten(2, 3)
-    merged = (out.to(keys.dtype) * mine[..., None] + value) / (mine + theirs.sum(-1))[..., None]
+    both = mine + theirs.sum(-1)
+    both = torch.where(both == 0, 1.0, both)  # of a row that sees no key at all
+    merged = (out.to(keys.dtype) * mine[..., None] + value) / both[..., None]
     return torch.where(highest.isneginf()[..., None], out, merged.to(out.dtype))
 
 

@@ -163,7 +163,7 @@ def _find(
 def _for_hopper(call: AttentionCall, config: RowMaxConfig) -> bool:
     """Whether the kernel for Hopper can serve a call."""
     narrow = block(call.q.shape[3]) <= 128 and call.q.shape[3] >= 64
-    plain = call.window is None and config.block == kernels.HOPPER_TILE and narrow
+    plain = call.geometry.window is None and config.block == kernels.HOPPER_TILE and narrow
     return plain and capability(call.q.device) == HOPPER and in_8_bits(call, config.precision)
 
 

@@ -8,6 +8,7 @@ from attrs import frozen
 from torch import Tensor
 
 from sparseprefill import kernels
+from sparseprefill.call import uncast
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.mask.priority import PriorityScores
 from sparseprefill.parts.workspace import default_workspace
@@ -62,6 +63,7 @@ class RowMaxEstimator:
         block, stride = self.config.block, sampling(self.config, call.group).stride
         return default_workspace(call, block) + workspace(call, block, stride, by_kernels=kernels.serve_rows(call.q))
 
+    @uncast
     def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
         """Tiles by share, the row's own tile, and the first; the shares are left as priority."""
         priority = PriorityScores(tiles=self._priority, tile_q=self.config.block, tile_k=self.config.block)

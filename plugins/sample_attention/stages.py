@@ -8,6 +8,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from sparseprefill.call import uncast
 from sparseprefill.mask.geometry import Geometry, kept_by_sizes
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.mask.tile_map import TileMap
@@ -87,6 +88,7 @@ class SampleEstimator:
         """Maps of tiles, and their lists."""
         return default_workspace(call, self.config.block)
 
+    @uncast
     def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
         """Tiles of columns and diagonals; `Plan.notes` keeps what `cra` needs, the mass is left as priority."""
         config, block = self.config, self.config.block

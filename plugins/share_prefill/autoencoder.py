@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from sparseprefill.call import uncast
 from sparseprefill.profiles.table import Steps
 
 GRAIN = 16
@@ -58,6 +59,7 @@ def scaled(maps: Tensor, most: int = 256) -> Tensor:
     return (resized / torch.where(peak == 0, 1.0, peak)).sqrt()
 
 
+@uncast
 def compress(
     maps: Tensor,
     *,
@@ -83,7 +85,7 @@ def compress(
         best, since = float("inf"), 0
         for epoch in range(epochs):
             total = 0.0
-            for part in torch.randperm(len(x)).split(batch):
+            for part in torch.randperm(len(x), device=x.device).split(batch):
                 wanted = x[part].to(device)
                 loss = functional.mse_loss(model(wanted), wanted)
                 optimizer.zero_grad()

@@ -14,7 +14,7 @@ from attrs import asdict, frozen
 from torch import Tensor
 
 from sparseprefill import __version__
-from sparseprefill.call import AttentionCall
+from sparseprefill.call import AttentionCall, uncast
 from sparseprefill.errors import UnsupportedCallError
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.memory import Memory
@@ -59,8 +59,9 @@ def clustered(
     noise, *clusters = (tuple(one) for one in members.values())
     table = ClusterTable(clusters=tuple(clusters), noise=noise, model=reader.identity, made=made)
     # Mean similarity of two heads of one cluster, and of any other two; NaN where there are none.
-    similar, label_of = torch.stack([similarity(one) for one in maps]).mean(0), torch.tensor(chosen)
-    other = ~torch.eye(len(chosen), dtype=torch.bool)
+    similar = torch.stack([similarity(one) for one in maps]).mean(0)
+    label_of = torch.tensor(chosen, dtype=torch.int64, device=similar.device)
+    other = ~torch.eye(len(chosen), dtype=torch.bool, device=similar.device)
     same = (label_of[:, None] == label_of) & (label_of >= 0) & other
     within, across = float(similar[same].mean()), float(similar[~same & other].mean())
     rows = [(str(i), str(len(one)), _words(one)) for i, one in enumerate(table.clusters)]
@@ -151,12 +152,13 @@ def labels(found: Tensor, threshold: float, min_size: int) -> list[int]:
     return [kept.index(label) if label in kept else -1 for label in raw]
 
 
+@uncast
 def similarity(maps: Tensor, gamma: float = 0.9) -> Tensor:
     """``[n, n]`` Jaccard similarity of the patterns of block maps ``[n, R, R]`` (section 4, Figure 2b).
 
     A pattern is the fewest blocks of each row that carry `gamma` of its mass.
     """
-    shared = torch.zeros(len(maps), len(maps))
+    shared = torch.zeros(len(maps), len(maps), dtype=torch.float32, device=maps.device)
     for row in range(maps.shape[1]):
         pattern = top_mass(maps[:, row, : row + 1], gamma).float()
         shared += pattern @ pattern.T

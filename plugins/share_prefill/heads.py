@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import torch
 from attrs import field, frozen
 from torch import Tensor
+
+from sparseprefill.statistics.kept import remembered
 
 from .table import NOISE, ClusterTable
 
@@ -82,11 +84,10 @@ def of_heads(x: Tensor, head: Tensor) -> Tensor:
     return x[torch.arange(x.shape[0], device=x.device)[:, None], head]
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def index(values: tuple[int, ...], device: torch.device) -> Tensor:
     """int64 [n] on the device, kept: a copy in every call would make the host wait. Not to be written to.
 
     The host waits for the one copy that there is, so that any CUDA stream may read it.
     """
-    with torch.inference_mode(False):
-        return torch.tensor(values, dtype=torch.int64, device=device)
+    return torch.tensor(values, dtype=torch.int64, device=device)

@@ -10,6 +10,7 @@ from attrs import Factory, asdict, evolve, field, frozen
 from torch import Tensor
 
 from sparseprefill import kernels
+from sparseprefill.call import uncast
 from sparseprefill.config import inner_method
 from sparseprefill.errors import ParameterError, StageError
 from sparseprefill.mask.geometry import by_block
@@ -132,6 +133,7 @@ class Share(ShareConfig):
         if self.fallback is not None:
             self.fallback.check_model(model)
 
+    @uncast
     def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
         """One sample of the last queries serves the tests, vertical-slash, and the plan's priority alike."""
         heads = self.table.layer(call.layer, call.geometry.heads, call.first_head)
@@ -188,6 +190,7 @@ class PivotObserver:
         """Maps of the heads that make a pivot."""
         return default_workspace(call, self.share.block, 8)
 
+    @uncast
     def observe(self, call: AttentionCall, plan: Plan, result: Result, memory: Memory) -> None:
         """Nothing where the estimator is another one, or the layer makes no pivot."""
         share, evidence = self.share, plan.notes.get(self.share.key)

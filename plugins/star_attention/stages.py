@@ -9,6 +9,7 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
+from sparseprefill.call import uncast
 from sparseprefill.config import inner_method
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.mask.priority import Priority, PriorityScores, nearness
@@ -81,6 +82,7 @@ class StarEstimator:
         reasons = self.inner.unsupported(call)
         return f"inner {self.inner.name}: {'; '.join(reasons)}" if reasons else None
 
+    @uncast
     def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
         """The mask of both phases; the inner method's carry, where it has one, for the rows of phase 1."""
         sizes, tile = Sizes.of(self.config, call.geometry), self.config.tile

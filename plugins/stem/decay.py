@@ -8,6 +8,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
+from sparseprefill.call import uncast
 from sparseprefill.errors import ParameterError, printed
 from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.refiners.budget import Tiles, fitted
@@ -71,6 +72,7 @@ class PositionDecay:
         pairs = geometry.batch * geometry.heads * geometry.tile_rows(tile)
         return default_workspace(call) + pairs * self._most(call, tile) * tile * 4
 
+    @uncast
     def refine(self, call: AttentionCall, plan: Plan, memory: Memory) -> Plan:
         """Keeps the tiles and stripes of highest score."""
         scores_of(plan, self, "use BudgetCeiling, which then takes the nearest")
@@ -116,7 +118,7 @@ class PositionDecay:
             return columns
         known = [columns, SHORT - 1, LONG - 1] if call.prompt_lengths is None else [-(-call.prompt_lengths // tile_k)]
         possible = [n for n in known if n <= columns or call.prompt_lengths is not None]
-        here = torch.tensor(possible, device="cpu").clamp(min=1)
+        here = torch.tensor(possible, dtype=torch.int64, device="cpu").clamp(min=1)
         return min(columns, int(self._first(here).max()))
 
 

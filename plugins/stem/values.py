@@ -10,6 +10,7 @@ from attrs import evolve, field, frozen
 from torch import Tensor
 from torch.nn import functional
 
+from sparseprefill.call import uncast
 from sparseprefill.errors import ParameterError
 from sparseprefill.mask.geometry import by_block
 from sparseprefill.mask.priority import ENTRIES, Priority
@@ -62,6 +63,7 @@ class ValueWeights:
         keys = geometry.batch * call.kv_heads * geometry.kv_len
         return default_workspace(call) + 64 * keys + 24 * max(ENTRIES, keys)
 
+    @uncast
     def refine(self, call: AttentionCall, plan: Plan, memory: Memory) -> Plan:
         """Weights the plan's priority."""
         inner = scores_of(plan, self, "leave it out")

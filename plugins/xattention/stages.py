@@ -10,6 +10,7 @@ from attrs import frozen
 from torch import Tensor
 
 from sparseprefill import kernels
+from sparseprefill.call import uncast
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.mask.priority import PriorityScores
 from sparseprefill.parts.workspace import default_workspace
@@ -45,6 +46,7 @@ class AntidiagonalEstimator:
         stride, block = self.config.stride, self.config.block
         return default_workspace(call, block) + scores_workspace(call, stride, block)
 
+    @uncast
     def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
         """Tiles by score, the row's own tile, and the first; the scores are left as priority."""
         config, block = self.config, self.config.block

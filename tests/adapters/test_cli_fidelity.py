@@ -13,7 +13,7 @@ from sparseprefill.adapters.cli.commands import app
 from sparseprefill.adapters.cli.results import _looked_at
 from sparseprefill.adapters.demo.text import text_lines
 from sparseprefill.adapters.evaluation import comparison
-from sparseprefill.adapters.evaluation.outcome import Contender, Summary
+from sparseprefill.adapters.evaluation.outcome import Contender, Outcome, Summary
 from sparseprefill.adapters.evaluation.reading import Sizes
 from typer.testing import CliRunner, Result
 
@@ -198,23 +198,20 @@ def test_models_of_other_types(kind: str, tmp_path: Path, embedded_tokenizer: An
 
 @pytest.mark.parametrize("tokens", ["256", "512"])
 def test_notes_say_how_many_rows_there_were(tokens: str) -> None:
-    """A short prompt has fewer than the 2,048 that a long one is read at."""
     given = ("--tokens", tokens, *SMALL[2:])
     facts = json.loads(run(*given, "--json").stdout)
     rows = facts["methods"][1]["inside"]["rows"]
     assert rows < int(tokens)
     text = " ".join(run(*given).stdout.split())
-    assert f"over {rows} rows spread over the whole prompt but its last 160" in text
-    assert "2048 rows" not in text
+    assert f"over the {rows} rows of the whole prompt but its last 160" in text
 
 
 def test_notes_of_several_prompts_and_of_ones_without_an_inside() -> None:
     def looked_at(*lengths: int) -> str:
-        return _looked_at([Summary(Contender("x"), len(lengths), lengths=lengths)], Sizes(rows=200))["inside"]
+        each = tuple(Outcome(Contender("x"), tokens=one) for one in lengths)
+        return _looked_at([Summary(Contender("x"), len(lengths), each=each)], Sizes())["inside"]
 
-    assert looked_at(4096, 512) == "2400 rows of 2 prompts, spread over the whole prompt but its last 160"
-    assert looked_at(130) == "130 rows spread over the whole prompt"
+    assert looked_at(4096, 512) == "the 4288 rows of 2 prompts, of the whole prompt but its last 160"
+    assert looked_at(130) == "the 130 rows of the whole prompt"
     mixed = looked_at(4096, 130)
-    assert (
-        mixed == "2178 rows of 2 prompts, spread over the whole prompt but its last 160, and over all of shorter ones"
-    )
+    assert mixed == "the 4066 rows of 2 prompts, of the whole prompt but its last 160, and over all of shorter ones"

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
+from sparseprefill.adapters.cli.render import to_json
 from sparseprefill.adapters.demo.model import load_tokenizer
 from sparseprefill.adapters.evaluation.comparison import Comparison, outcomes
 from sparseprefill.adapters.evaluation.outcome import (
@@ -125,6 +126,15 @@ def test_the_rows_tell_mean_percentile_and_worst() -> None:
     assert found.high == pytest.approx(99.01)
     assert found.figures["high"] == found.high
     assert apart(each, 1.0).figures["nll_ratio"] is None, "no text, no ratio; JSON has no NaN"
+
+
+def test_texts_far_apart_have_a_ratio() -> None:
+    """Beyond all floats it is infinite, in JSON text; and 0 the other way round."""
+    far = apart([1.0], 0.0, 800.0, 1.0)
+    assert (far.perplexity_ratio, apart([1.0], 0.0, 1.0, 800.0).perplexity_ratio) == (math.inf, 0.0)
+    assert json.loads(to_json({"ratio": far.perplexity_ratio})) == {"ratio": "inf"}
+    assert apart([1.0], 0.0, math.inf, 1.0).perplexity_ratio == math.inf
+    assert math.isnan(apart([1.0], 0.0).perplexity_ratio)
 
 
 def test_pooled_weighs_by_rows() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,6 +45,13 @@ def one_lookup(q_len: int, row: int, key: int) -> AttentionCall:
 def int32(*values: int) -> torch.Tensor:
     """Starts or lengths of batch rows."""
     return torch.tensor(values, dtype=torch.int32)
+
+
+def nested(*parts: torch.Tensor, layout: torch.layout = torch.strided) -> torch.Tensor:
+    """A nested tensor, of which torch warns that it is a prototype."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.nested.nested_tensor(list(parts), layout=layout)
 
 
 def among(kv_len: int, fields: Mapping[str, Any]) -> dict[str, Any]:

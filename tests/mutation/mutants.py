@@ -23,7 +23,7 @@ from mutation.checkout import ROOT
 SAME = ("_Eq_Is", "_Is_Eq", "_NotEq_IsNot", "_IsNot_NotEq", "_BitOr_Add", "_BitAnd_Mul")
 NEEDS_NAMES = ("VariableReplacer", "VariableInserter")  # they take the names of variables, and are off without
 TYPING_ONLY = {"overload", "override", "final", "runtime_checkable"}
-KEPT_RESULTS = {"cache", "kept", "kept_by_sizes"}  # decorators without which the same is computed again
+KEPT_RESULTS = {"cache", "kept", "kept_by_sizes", "remembered"}  # decorators without which the same is computed again
 # Sizes of pieces of work and of what is kept at hand: they change time and memory and no result, so that a test of one
 # could but repeat it. What obeys them is mutated like everything else.
 PACE = {

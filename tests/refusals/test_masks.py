@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
 from operator import or_, sub
 from typing import Any
 
 import torch
 from attrs import evolve
 
-from helpers.build import int32, make, random_mask
+from helpers.build import int32, make, nested, random_mask
 from helpers.refusals import Refusal, mask_error, over, parameter_error, refused
-from sparseprefill import AttentionCall, Carry, Plan, PriorityScores, ReferenceExecutor, SparseMask
+from sparseprefill import AttentionCall, Carry, CpuExecutor, Plan, PriorityScores, ReferenceExecutor, SparseMask
 from sparseprefill.mask.lists import IndexLists
-from sparseprefill.mask.tile_map import TileMap
+from sparseprefill.mask.tile_map import Random, Stride, TileMap
 from sparseprefill.plan import SoftmaxState
 
 CALL = make(10, 12)
@@ -187,6 +189,46 @@ EXPORTS = [
     ),
 ]
 
+NESTED = nested(torch.ones(2), torch.ones(3))
+WORDS = 1 << 32
+NO_RULES: list[tuple[str, tuple[Any, ...], str]] = [
+    (
+        "stride",
+        (
+            0,
+            True,
+            2.0,
+            math.nan,
+            -1,
+            "3",
+            Stride(0, 7),
+            Stride(-2, 7),
+            Stride(True, 7),
+            Stride(2, -1),
+            Stride(2, WORDS),
+        ),
+        r"Stride\(every from 1",
+    ),
+    (
+        "random",
+        (2.0, 0, True, Random(0, 1), Random(WORDS + 1, 1), Random(True, 1), Random(5, WORDS), Stride(2, 5)),
+        r"Random\(bound 1 to 2\^32",
+    ),
+    (
+        "dense",
+        (5, True, 1.5, (1,), (1, 2, 3), (0.0, 1.0), (0, True), [0, 1], "01", (0, 1 << 63), int32(0, 1), NESTED.int()),
+        r"\(first, behind\), int32 \[B, 2\], or None",
+    ),
+    (
+        "dense",
+        (int32(0, 1).repeat(2, 1), int32(0, 1)[None].to("meta")),
+        "one range for each of 1 batch rows, on cpu",
+    ),
+    ("first_head", (-1, 1.0, True, 1 << 63, None), "the number of a head"),
+    ("keep", (torch.ones(3, 3), [[True]], NESTED.bool()), "a bool tensor"),
+    ("per_row", (0, 1.5, True), "a positive number of tiles"),
+]
+"""Fields of a `TileMap` with values that are none."""
 STATE = ReferenceExecutor().accumulate(CALL, Plan(FULL))
 ZEROS = torch.zeros(1, 2, 3)
 PLANS = [
@@ -214,6 +256,17 @@ PLANS = [
         )
         for name, value in (("band", -1), ("band", "1"), ("sink", 1.5), ("sink", True), ("sink", -3))
     ),
+    *(
+        mask_error(rf"TileMap\.{name} is .*: pass .*{remedy}", keep, **{name: value})
+        for name, values, remedy in NO_RULES
+        for value in values
+        for keep in (Plan(FULL).keep, partial(Plan(FULL).keep, 2))
+    ),
+    mask_error(r"Plan\.probe is a nested tensor", Plan, FULL, probe=NESTED.bool()),
+    mask_error(r"Plan\.skip_below is a nested tensor", Plan, FULL, skip_below=NESTED),
+    mask_error("keep is a nested tensor: pass a bool tensor", TILES, CALL, NESTED.bool(), 4),
+    mask_error("keep is of layout torch.sparse_coo: pass a bool tensor", TILES, CALL, bits(3, 3).to_sparse(), 4),
+    mask_error(r"IndexLists\.counts is a nested tensor", lists, counts=NESTED.int()),
     mask_error("tile is 0", Plan(FULL).keep, 0, sink=1),
     refused(TypeError, "sinks", Plan(FULL).keep, sinks=1),
     mask_error(r"Plan\.priority is dict: pass a Priority", Plan, FULL, priority={}),
@@ -228,6 +281,37 @@ PLANS = [
 ]
 
 
-@over([*CONSTRUCTORS, *WIDTHS, *VERBS, *OF_OTHER_CALLS, *INDEX_LISTS, *TILE_MAPS, *EXPORTS, *PLANS])
+def of_lists(*entries: int, counts: int | None = None, offset: int = 0) -> SparseMask:
+    """A mask of stripes with one list for all rows, as a caller may make it."""
+    shape, many = (1, 2, 3), len(entries) if counts is None else counts
+    made = IndexLists(torch.full(shape, many, dtype=torch.int32), torch.full(shape, offset), int32(*entries))
+    return SparseMask(CALL.geometry, 4, 4, stripes=made)
+
+
+WRONG_LISTS = [
+    *(
+        mask_error(words, use, made)
+        for made, words in (
+            (of_lists(1, 1, 3), r"stripes must hold ascending, distinct indices from 0 to 11: .* is \[1, 1, 3\]"),
+            (of_lists(3, 1), r"row 0 is \[3, 1\]"),
+            (of_lists(-1, 1), r"row 0 is \[-1, 1\]"),
+            (of_lists(1, 12), r"row 0 is \[1, 12\]"),
+            (of_lists(1, 2, counts=3), "it must lie within the 2 indices"),
+            (of_lists(1, 2, offset=-1), "it must lie within the 2 indices"),
+            (of_lists(1, 2, counts=-1), "must hold ascending"),
+            (evolve(of_lists(2), stripes=None, tiles=of_lists(1, 1).stripes), r"tiles must hold .* is \[1, 1\]"),
+        )
+        for use in (
+            lambda mask: mask.density,
+            SparseMask.check,
+            SparseMask.pairs,
+            lambda mask: ReferenceExecutor().execute(CALL, Plan(mask)),
+            lambda mask: CpuExecutor().accumulate(CALL, Plan(mask)),
+        )
+    ),
+]
+
+
+@over([*CONSTRUCTORS, *WIDTHS, *VERBS, *OF_OTHER_CALLS, *INDEX_LISTS, *TILE_MAPS, *EXPORTS, *PLANS, *WRONG_LISTS])
 def test_refused(refusal: Refusal) -> None:
     refusal.check()

@@ -205,6 +205,26 @@ DECLARATIONS = [
     parameter_error(
         r"^Method\.config has the field recall, the name of every method", method, "mine", config=WithRecall
     ),
+    *(
+        parameter_error(rf"Method\.{name} is .*: pass a table of parameters by name", method, "mine", **{name: value})
+        for name in ("full", "small", "search")
+        for value in (3, True, None, "block", ["size"], {"size"})
+    ),
+    *(
+        parameter_error(rf"Method\.{name} names .*, which Config does not have", method, "mine", **{name: value})
+        for name in ("full", "small", "search")
+        for value in ({"sise": [1]}, {3: [1]})
+    ),
+    *(
+        parameter_error(
+            r"Method\.search\['size'\] is .*: pass a list of values", method, "mine", search={"size": value}
+        )
+        for value in (3, "12", None, {1, 2})
+    ),
+    *(
+        parameter_error(rf"Method\.{name} is 3: pass .*{words}", method, "mine", **{name: 3})
+        for name, words in (("summary", "one line of text"), ("paper", "a title or a link"))
+    ),
     parameter_error(r"mine\(size=10\): too large", method("mine", config=Bounded).pipeline, size=10),
     parameter_error(r"alpha\(size=0\)", method("alpha").pipeline, size=0),
     parameter_error(

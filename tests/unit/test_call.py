@@ -9,13 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+from attrs import evolve
 
-from helpers.build import int32, make
+import sparseprefill as sp
+from helpers.build import int32, make, nested
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import InvalidCallError, SparsePrefillError
+from sparseprefill.testing import attention
 
 Q, K, V = torch.zeros(2, 4, 6, 8), torch.zeros(2, 2, 9, 8), torch.zeros(2, 2, 9, 5)
 
+NESTED = nested(K[0], K[1])
+JAGGED = nested(K[0], K[1], layout=torch.jagged)
+ONES = nested(torch.ones(1), torch.ones(1))
 BAD_TENSORS = {
     "q is no tensor": ([[1.0]], K, V, "q", "list", "torch.Tensor"),
     "rank 3": (Q[0], K, V, "q", "(4, 6, 8)", "four dimensions"),
@@ -30,6 +36,17 @@ BAD_TENSORS = {
     "v heads": (Q, K, V[:, :1], "v", "(2, 1, 9, 5)", "must be k's"),
     "v length": (Q, K, V[:, :, :7], "v", "(2, 2, 7, 5)", "must be k's"),
     "heads not divisible": (Q[:, :3], K, V, "q", "3 heads", "multiple of the 2 KV heads"),
+    **{
+        f"nested {name}": (
+            *(NESTED if name == other else x for other, x in zip("qkv", (Q, K, V), strict=True)),
+            name,
+            "a nested tensor",
+            "padded",
+        )
+        for name in "qkv"
+    },
+    "ragged": (Q, JAGGED, V, "k", "a nested tensor", "`lengths`"),
+    "sparse": (Q, K, V.to_sparse(), "v", "of layout torch.sparse_coo", "plain tensor [B, H, N, D]"),
     "kv shorter than q": (Q, K[:, :, :5], V[:, :, :5], "k", "length 5", "cover the 6 query rows"),
 }
 
@@ -77,6 +94,15 @@ BAD_FIELDS = {
     "lengths of the largest": ("lengths", int32(9, (1 << 31) - 1), "2147483647", "must lie among the 9"),
     "sinks per KV head": ("sinks", torch.zeros(2), "(2,)", "shape (4,)"),
     "sinks as a list": ("sinks", [0.0] * 4, "[0.0", "shape (4,)"),
+    **{
+        f"nested {name}": (name, ONES.to(dtype), "a nested tensor", remedy)
+        for name, dtype, remedy in (
+            ("starts", torch.int32, "int32 tensor"),
+            ("lengths", torch.int32, "int32 tensor"),
+            ("prompt_lengths", torch.int32, "int32 tensor"),
+            ("sinks", torch.float32, "shape (4,)"),
+        )
+    },
     "sinks elsewhere": ("sinks", torch.zeros(4, device="meta"), "meta", "q's device cpu"),
 }
 
@@ -164,3 +190,29 @@ def test_values_on_the_device_are_not_read() -> None:
     call = AttentionCall(Q.to("meta"), K.to("meta"), V.to("meta"), **rows)
     assert "meta" == call.geometry.device.type
     assert (2, 2, 1, 8) == call.keys_at(torch.zeros(2, 1, dtype=torch.int64, device="meta")).shape
+
+
+@pytest.mark.parametrize("window", [41, 40, 1 << 31, (1 << 63) - 1, 1 << 63, 2**70, 10**400])
+@pytest.mark.parametrize("name", sorted(sp.default_registry().methods()))
+def test_a_window_that_no_key_is_behind_is_none(name: str, window: int) -> None:
+    method = sp.default_registry().get(name)
+    pipeline, call = method.pipeline(**method.small), make(40, heads=4, kv_heads=2)
+    wide = evolve(call, window=window)
+    assert wide.geometry.window is None
+    if pipeline.unsupported(wide):
+        return
+    expected, found = pipeline.run(call), pipeline.run(wide)
+    assert torch.equal(expected.out, found.out)
+    assert expected.density == found.density
+    assert torch.equal(sp.recall(call, expected), sp.recall(wide, found))
+    truth, _ = attention(wide)
+    for executor in (sp.ReferenceExecutor(), sp.CpuExecutor()):
+        out = executor.execute(wide, sp.Plan(sp.SparseMask.full(wide, 8))).out
+        torch.testing.assert_close(out, truth.float(), atol=1e-5, rtol=1e-5)
+
+
+def test_a_window_of_one_chunk_holds_in_a_later_one() -> None:
+    """It is none while there are fewer keys, and one behind them."""
+    first = make(20, window=24)
+    later = evolve(first, k=make(20, 40).k, v=make(20, 40).v)
+    assert (None, 24) == (first.geometry.window, later.geometry.window)

@@ -11,6 +11,7 @@ from attrs import evolve, field, frozen
 from torch import Tensor
 from torch.nn import functional
 
+from sparseprefill.call import uncast
 from sparseprefill.errors import UnsupportedCallError
 from sparseprefill.executors.reference import REFERENCE
 from sparseprefill.mask.lists import IndexLists
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from sparseprefill.mask.mask import SparseMask
 
 KERNELS = (Kernel("cpu"),)
+HOST = torch.device("cpu")
 GATHERED = 4 << 20
 """Bytes of keys that are gathered at once, about; as many of values, and at most as many of logits that are held. This
 and the others below are round guesses."""
@@ -72,6 +74,7 @@ class CpuExecutor:
         logits = 1 + 2 * TILE // call.q.shape[-1]  # of a tile's rows, beside each gathered key
         return held + (2 + logits) * min(max(GATHERED, keys), rows * keys)
 
+    @uncast
     def accumulate(self, call: AttentionCall, plan: Plan) -> SoftmaxState:
         """The carry, if any, merged with attention over the plan's mask; unnormalised."""
         if self._objection(call, plan):
@@ -83,6 +86,7 @@ class CpuExecutor:
         state = SoftmaxState(most, share, out.mul_(share[..., None]))
         return state if plan.carry is None else plan.carry.state.merge(state)
 
+    @uncast
     def execute(self, call: AttentionCall, plan: Plan) -> Result:
         """Output, LSE, and the tile mass of probed heads."""
         if reason := self._objection(call, plan):
@@ -110,7 +114,7 @@ class CpuExecutor:
         check_plan(call, plan)
         if reason := self.unsupported(call):
             raise UnsupportedCallError([f"CpuExecutor: {reason}"])
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (call.q, call.k, call.v)):
+        if call.recorded:
             return "gradients are recorded, but the keys gathered here are overwritten by later calls"
         return _odd_numbers(call)
 
@@ -141,7 +145,7 @@ def _skim(call: AttentionCall, plan: Plan, below: Tensor) -> tuple[SoftmaxState,
     state = SoftmaxState.empty(shape, call.value_dim, _dtype(call), call.q.device)
     if plan.carry is not None:
         state = state.merge(plan.carry.state)  # a copy
-    pairs = torch.zeros(shape[:2], dtype=torch.int64)
+    pairs = torch.zeros(shape[:2], dtype=torch.int64, device=HOST)
     bounds = below.to(state.m.dtype).log().tolist()
     for b, row in _rows(call, mask):
         places = [x[b, :, row.rows] for x in (state.m, state.l, state.acc)]
@@ -162,8 +166,8 @@ def _attend(call: AttentionCall, mask: SparseMask, *, most: bool = False) -> tup
     most: whether the last is wanted; -inf without.
     """
     dtype, shape = _dtype(call), call.q.shape[:3]
-    out = torch.zeros((*shape, call.value_dim), dtype=dtype)
-    lse, largest = torch.full((2, *shape), -torch.inf, dtype=dtype)
+    out = torch.zeros((*shape, call.value_dim), dtype=dtype, device=HOST)
+    lse, largest = torch.full((2, *shape), -torch.inf, dtype=dtype, device=HOST)
     for b, row in _rows(call, mask, most):
         row.add(row.tile_entries(row.add_dense() if row.fused else row.tiles))
         for entries in row.stripe_entries():
@@ -177,7 +181,7 @@ def _attend(call: AttentionCall, mask: SparseMask, *, most: bool = False) -> tup
 
 def _tile_mass(call: AttentionCall, mask: SparseMask, lse: Tensor, probe: Tensor) -> Tensor:
     """float32 ``[B, Hq, R, C]``: see `Result.probe`."""
-    mass = torch.zeros(mask.tile_map().shape)
+    mass = torch.zeros(mask.tile_map().shape, dtype=torch.float32, device=HOST)
     for b, row in _rows(call, mask):
         rows, columns = row.tiles.shape[1:]
         mass[b, :, row.skipped : row.skipped + rows, :columns] = row.mass(lse[b, :, row.rows], probe[b])
@@ -275,7 +279,7 @@ class _Row:
 
     def tile_starts(self) -> Tensor:
         """int64 [R]: position of the first row of each query tile."""
-        return (self.start + torch.arange(self.tiles.shape[1])) * self.mask.tile_q
+        return (self.start + torch.arange(self.tiles.shape[1], device=HOST)) * self.mask.tile_q
 
     def tiled(self, x: Tensor, value: float = 0.0) -> Tensor:
         """Query tiles ``[Hq * R, Tq, *]`` of rows ``[Hq, n, *]``; `value` where a tile reaches beyond the rows."""
@@ -304,8 +308,8 @@ class _Row:
 
     def seen_of(self, apart: Tensor, width: int, rows: int, there: Tensor | None) -> Tensor:
         """bool ``[n, rows, w * width]``: which keys of w blocks ``[n, w]`` each row sees; of those that are there."""
-        keys = (apart[..., None] - torch.arange(width)).flatten(1)[:, None]
-        seen = self.seen(keys + torch.arange(rows)[:, None])
+        keys = (apart[..., None] - torch.arange(width, device=HOST)).flatten(1)[:, None]
+        seen = self.seen(keys + torch.arange(rows, device=HOST)[:, None])
         return seen if there is None else seen & there.repeat_interleave(width, 1)[:, None]
 
     def gather(self, name: str, index: Tensor, width: int) -> Tensor:
@@ -327,7 +331,7 @@ class _Row:
         (heads, rows, columns), tile_q = self.tiles.shape, self.mask.tile_q
         if self.mask.geometry.window is not None:
             return self.tiles
-        reach = torch.arange(columns) * self.mask.tile_k < self.tile_starts()[:, None] + tile_q
+        reach = torch.arange(columns, device=HOST) * self.mask.tile_k < self.tile_starts()[:, None] + tile_q
         dense, least = (self.tiles | ~reach).all(-1), RUN
         edges = functional.pad(dense, (1, 1)).to(torch.int8).diff(dim=-1)
         begins, ends = ((edges == sign).nonzero().tolist() for sign in (1, -1))
@@ -373,8 +377,8 @@ class _Row:
             count, offset = counts[first : first + step], offsets[first : first + step]
             for run, some in self._runs(count, offset):
                 many = count.flatten()[some]
-                which = torch.arange(some.numel()).repeat_interleave(many)
-                at = torch.arange(which.numel()) + (offset.flatten()[some] - many.cumsum(0) + many)[which]
+                which = torch.arange(some.numel(), device=HOST).repeat_interleave(many)
+                at = torch.arange(which.numel(), device=HOST) + (offset.flatten()[some] - many.cumsum(0) + many)[which]
                 item, position = (first * rows + some)[which], stripes.indices[at].to(torch.int64) * width
                 keep = self._beside(item, position)
                 if not bool(keep.all()):
@@ -383,7 +387,7 @@ class _Row:
 
     def _stripe_lists(self, stripes: IndexLists) -> tuple[Tensor, Tensor]:
         """int64 ``[Hq, R]`` each: how many stripes a query tile has, and where its list begins."""
-        tile = self.start + torch.arange(self.tiles.shape[1])
+        tile = self.start + torch.arange(self.tiles.shape[1], device=HOST)
         group = tile // self.mask.group - self.position // (self.mask.tile_q * self.mask.group)
         return stripes.counts[self.batch][:, group].to(torch.int64), stripes.offsets[self.batch][:, group]
 
@@ -418,19 +422,19 @@ class _Row:
     def in_order(self, head: int) -> Iterator[tuple[Tensor, Tensor, int]]:
         """A head's tiles, then its stripes, as `steps` takes them, in the order of `SkipSoftmax`."""
         mask, tiles, (_, rows, columns) = self.mask, self.tiles[head], self.tiles.shape
-        column = torch.arange(columns)
+        column = torch.arange(columns, device=HOST)
         beyond = (column + 1) * mask.tile_k - 1 > self.tile_starts()[:, None]
         place = torch.where(beyond, columns - column, 2 * columns - column)  # those behind the first row lead
         first = (tiles.cumsum(1) == 1) & tiles & ~beyond
         place = torch.where(first, columns, place).masked_fill_(~tiles, torch.iinfo(place.dtype).max)
         counts = tiles.sum(1, keepdim=True)
         order = place.argsort(1)[:, : int(counts.max())]
-        yield order * mask.tile_k, torch.arange(order.shape[1]) < counts, mask.tile_k
+        yield order * mask.tile_k, torch.arange(order.shape[1], device=HOST) < counts, mask.tile_k
         if mask.stripes is not None:
             count, offset = (x[None, None, head] for x in self._stripe_lists(mask.stripes))
             lists = IndexLists(count.to(torch.int32), offset, mask.stripes.indices)
             there, index = (x[0, 0] for x in lists.padded(int(count.max())))
-            there &= self._beside((head * rows + torch.arange(rows))[:, None], index * mask.stripe_width)
+            there &= self._beside((head * rows + torch.arange(rows, device=HOST))[:, None], index * mask.stripe_width)
             yield torch.where(there, index * mask.stripe_width, 0), there, mask.stripe_width
 
     def steps(
@@ -443,7 +447,7 @@ class _Row:
         width]``, which keys each row sees; None where all rows are tokens and see all.
         """
         rows, tile_q, per = self.tiles.shape[1], self.mask.tile_q, self.mask.tile_k // width
-        items = head * rows + torch.arange(rows)
+        items = head * rows + torch.arange(rows, device=HOST)
         real = self.real()[items]
         entries = self.entries(items[:, None], position, width)
         whole = self.full(entries.apart, width, tile_q) & there & real.all(1)[:, None]
@@ -461,7 +465,8 @@ class _Row:
 
     def real(self) -> Tensor:
         """bool ``[Hq * R, Tq]``: rows that are tokens."""
-        return self.tiled(torch.ones(self.tiles.shape[0], self.rows.stop - self.rows.start, dtype=torch.bool), False)
+        shape = self.tiles.shape[0], self.rows.stop - self.rows.start
+        return self.tiled(torch.ones(shape, dtype=torch.bool, device=HOST), False)
 
     def mass(self, lse: Tensor, heads: Tensor) -> Tensor:
         """float32 ``[Hq, R, C]``: the share of its rows' softmax that each of the tiles of some heads has.
@@ -469,7 +474,7 @@ class _Row:
         lse: ``[Hq, n]`` of the rows. heads: bool ``[Hq]``.
         """
         base, real = self.tiled(base_of(lse)), self.real().sum(-1)
-        found = torch.zeros(self.tiles.shape)
+        found = torch.zeros(self.tiles.shape, dtype=torch.float32, device=HOST)
         for head in heads.nonzero().flatten().tolist():
             position, there, width = next(self.in_order(head))
             for items, index, seen in self.steps(head, position, there, width):
@@ -491,7 +496,7 @@ class _Row:
             short = near & self._short(entries, near)
             place = short.nonzero()[:, 0].flip(0)  # the diagonal tile is then the first of its list
             for items, at, _ in entries.lists(place, size):  # of one length: see `JOINED`
-                below = torch.ones(rows, at.shape[1] * width, dtype=torch.bool)
+                below = torch.ones(rows, at.shape[1] * width, dtype=torch.bool, device=HOST)
                 below[:, :width].tril_()
                 self._add(entries, items, at, below)
             full, near = full & ~short, near & ~short
@@ -501,7 +506,7 @@ class _Row:
         if width == self.mask.tile_k:  # of one distance from the diagonal at a time, which are seen alike
             for apart in torch.unique(entries.apart[edge]).tolist():
                 place = (edge & (entries.apart == apart)).nonzero()[:, 0]
-                seen = self.seen(apart + torch.arange(rows)[:, None] - torch.arange(width))
+                seen = self.seen(apart + torch.arange(rows, device=HOST)[:, None] - torch.arange(width, device=HOST))
                 for cut in _cut(place.numel(), size):
                     at = place[cut]
                     self._add(entries, entries.item[at], at[:, None], seen, causal=square and apart == 0)
@@ -523,7 +528,7 @@ class _Row:
         """
         k, v = (self.gather(name, entries.index[at], entries.width) for name in ("k", "v"))
         if entries.run > 1:
-            items = (items[:, None] + torch.arange(entries.run)).flatten()
+            items = (items[:, None] + torch.arange(entries.run, device=HOST)).flatten()
         q = self.q.index_select(0, items).view(k.shape[0], -1, self.q.shape[-1])
         if self.fused:
             found = _fused(q[:, None], k[:, None], v[:, None], self.call.softmax_scale, seen=seen, causal=causal)
@@ -614,7 +619,7 @@ def _batches(counts: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor, Tensor
         while stop < min(end, begin + most) and sizes[stop] >= ALIKE * width:
             stop += 1
         items = order[begin:stop]
-        slot = torch.arange(width)
+        slot = torch.arange(width, device=HOST)
         where = offsets[items, None] + slot
         real = None if sizes[stop - 1] == width else slot < counts[items, None]
         yield items, where if real is None else where.clamp_(max=total - 1), real

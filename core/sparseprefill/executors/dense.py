@@ -10,6 +10,7 @@ from attrs import evolve
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
 
+from sparseprefill.call import uncast
 from sparseprefill.kernels.settings import amd, capability
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.plan import Kernel, Plan, Result
@@ -23,6 +24,7 @@ KERNELS: Any = torch
 NATIVE = (Kernel("torch"),)
 
 
+@uncast
 def dense(call: AttentionCall, executor: SparseExecutor, reason: str = "") -> Result:
     """Attention over every key that the call allows. reason: why, for `Result.dense`.
 
@@ -37,7 +39,7 @@ def dense(call: AttentionCall, executor: SparseExecutor, reason: str = "") -> Re
 
 def attend(call: AttentionCall) -> tuple[Tensor, Tensor] | None:
     """Output ``[B, Hq, Nq, D]`` and LSE ``[B, Hq, Nq]`` by a kernel of torch; None where it has none for this call."""
-    if call.starts is not None or call.lengths is not None or call.window is not None:
+    if call.starts is not None or call.lengths is not None or call.geometry.window is not None:
         return None
     if call.softcap is not None or call.sinks is not None or call.value_dim != call.q.shape[-1]:
         return None
@@ -67,7 +69,7 @@ def _cpu(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]
     rows, keys = q.shape[2], k.shape[2]
     mask = None
     if rows != keys:
-        mask = torch.full((rows, keys), -torch.inf, dtype=q.dtype).triu_(keys - rows + 1)
+        mask = torch.full((rows, keys), -torch.inf, dtype=q.dtype, device=q.device).triu_(keys - rows + 1)
     run = KERNELS._scaled_dot_product_flash_attention_for_cpu
     out, lse = run(q, k, v, 0.0, mask is None, attn_mask=mask, scale=scale)
     return out, lse if q.dtype == torch.float64 else lse.float()

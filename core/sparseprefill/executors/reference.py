@@ -9,6 +9,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from sparseprefill.call import uncast
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.plan import Kernel, Plan, Result, Skipped, SoftmaxState, base_of, check_plan
 
@@ -29,6 +30,7 @@ class ReferenceExecutor:
     tile's logits; time is proportional to the pairs selected. float64 calls are computed in float64.
     """
 
+    @uncast
     def accumulate(self, call: AttentionCall, plan: Plan) -> SoftmaxState:
         """The carry, if any, merged with attention over the plan's mask; unnormalised."""
         return _attend(call, plan)[0]
@@ -42,6 +44,7 @@ class ReferenceExecutor:
         rows, width = call.q.numel() // call.q.shape[-1], call.value_dim + 2
         return rows * width * 4 * max(4, call.q.element_size())
 
+    @uncast
     def execute(self, call: AttentionCall, plan: Plan) -> Result:
         """Output, LSE, and the tile mass of probed heads."""
         state, skipped = _attend(call, plan)
@@ -64,12 +67,12 @@ def _attend(call: AttentionCall, plan: Plan) -> tuple[SoftmaxState, Skipped | No
     if plan.skip_below is not None:
         return _skipping(call, plan, plan.skip_below, dtype)
     shape = (call.q.shape[0], call.q.shape[1], call.q.shape[2])
-    state = SoftmaxState.empty(shape, call.value_dim, dtype, call.q.device)
+    state, values = SoftmaxState.empty(shape, call.value_dim, dtype, call.q.device), call.v
     for (b, h, rows), keys, logits, keep in _tiles(call, plan, dtype):
         m = logits.amax(-1)
         p = torch.exp(logits - base_of(m)[:, None])
         state.m[b, h, rows], state.l[b, h, rows] = m, p.sum(-1)
-        state.acc[b, h, rows] = weigh(p, call.v[b, h // call.group][keys].to(dtype), keep)
+        state.acc[b, h, rows] = weigh(p, values[b, h // call.group][keys].to(dtype), keep)
     return state if plan.carry is None else plan.carry.state.merge(state), None
 
 
@@ -77,12 +80,12 @@ def _tiles(
     call: AttentionCall, plan: Plan, dtype: torch.dtype, heads: Tensor | None = None
 ) -> Iterator[tuple[tuple[int, int, slice], Tensor | slice, Tensor, Tensor]]:
     """Every non-empty (batch row, head, query rows), its keys, its logits (-inf where not allowed) and who may see."""
-    selection = _TileKeys(plan.mask)
+    selection, every = _TileKeys(plan.mask), call.k
     for b in range(call.q.shape[0]):
         for h in range(call.q.shape[1]):
             if heads is not None and not bool(heads[b, h]):
                 continue
-            k = call.k[b, h // call.group]
+            k = every[b, h // call.group]
             for row in range(selection.rows):
                 picked = selection.pick(b, h, row)
                 if picked is None:
@@ -106,29 +109,35 @@ def _skipping(call: AttentionCall, plan: Plan, below: Tensor, dtype: torch.dtype
     if plan.carry is not None:
         state = state.merge(plan.carry.state)  # a copy
     pairs = torch.zeros(shape[:2], dtype=torch.int64, device=call.q.device)
-    selection = _TileKeys(plan.mask)
+    selection, kv = _TileKeys(plan.mask), (call.k, call.v)
     bounds = below.to(dtype).log().tolist()
     for b in range(shape[0]):
         for h in range(shape[1]):
             for row in range(selection.rows):
                 steps = selection.steps(b, h, row)
                 if steps is not None:
-                    pairs[b, h] += _vote(call, state, (b, h), steps, bounds[b])
+                    pairs[b, h] += _vote(call, kv, state, (b, h), steps, bounds[b])
     return state, Skipped(pairs, plan.mask.tile_q, plan.mask.tile_q, plan.mask.tile_k)
 
 
 def _vote(
-    call: AttentionCall, state: SoftmaxState, at: tuple[int, int], tile: tuple[slice, int, list[Tensor]], bound: float
+    call: AttentionCall,
+    kv: tuple[Tensor, Tensor],
+    state: SoftmaxState,
+    at: tuple[int, int],
+    tile: tuple[slice, int, list[Tensor]],
+    bound: float,
 ) -> int:
     """Online softmax of one query tile over its steps, into the state; the pairs left out."""
     (b, h), (rows, start, steps), gone = at, tile, 0
-    k, v, dtype = call.k[b, h // call.group], call.v[b, h // call.group], state.m.dtype
+    (k, v), dtype = (x[b, h // call.group] for x in kv), state.m.dtype
     q, query = call.q[b, h, rows].to(dtype), call.geometry.query_positions()[b, rows]
-    m, l, acc = state.m[b, h, rows], state.l[b, h, rows], state.acc[b, h, rows]  # noqa: E741 - views
+    # Copies, in new tensors at each step: of what gradients are recorded, nothing may be overwritten.
+    m, l, acc = (x[b, h, rows].clone() for x in (state.m, state.l, state.acc))  # noqa: E741
     for position in steps:
         keep = query[:, None] >= position
-        if call.window is not None:
-            keep &= query[:, None] - position < call.window
+        if call.geometry.window is not None:
+            keep &= query[:, None] - position < call.geometry.window
         logits = _logits(call, q, k[position + start].to(dtype), keep)
         most = torch.where(logits.isnan(), -torch.inf, logits).amax(-1)
         if bool((most < m + bound).all()):
@@ -137,9 +146,10 @@ def _vote(
         highest = torch.maximum(m, most)
         base = base_of(highest)
         p, alpha = torch.exp(logits - base[:, None]), torch.exp(m - base)
-        l.mul_(alpha).add_(p.sum(-1))
-        acc.mul_(alpha[:, None]).add_(weigh(p, v[position + start].to(dtype), keep))
-        m.copy_(highest)
+        l = l * alpha + p.sum(-1)  # noqa: E741
+        acc = acc * alpha[:, None] + weigh(p, v[position + start].to(dtype), keep)
+        m = highest
+    state.m[b, h, rows], state.l[b, h, rows], state.acc[b, h, rows] = m, l, acc
     return gone
 
 
@@ -208,7 +218,10 @@ class _TileKeys:
         if self._stripes is not None:
             group = tile // mask.group - self._first_group[batch]
             columns = _keys(self._stripes.row(batch, head, group), mask.stripe_width)
-            inside = torch.isin(torch.div(columns, size, rounding_mode="floor"), torch.tensor(tiles).to(columns))
+            inside = torch.isin(
+                torch.div(columns, size, rounding_mode="floor"),
+                torch.tensor(tiles, dtype=columns.dtype, device=columns.device),
+            )
             chunks = zip(columns[columns < high].split(size), inside[columns < high].split(size), strict=True)
             stripes = [column[~taken] for column, taken in chunks]
         order = [*reversed(beyond), *before[:1], *reversed(before[1:])]

@@ -9,6 +9,7 @@ import torch
 from attrs import evolve, field, frozen
 from torch import Tensor
 
+from sparseprefill.call import uncast
 from sparseprefill.errors import UnsupportedCallError
 from sparseprefill.kernels.attention import launch as attention
 from sparseprefill.kernels.attention import together
@@ -46,6 +47,8 @@ class TritonExecutor:
         q, width = call.q, call.value_dim
         if q.device.type != "cuda" and not attention.interpreted():
             return f"q is on {q.device}; move q, k and v to a CUDA device, or use ReferenceExecutor"
+        if call.recorded:
+            return "gradients are recorded, and its kernels have none; use torch.no_grad(), or ReferenceExecutor"
         if q.dtype == torch.float64:
             return "float64 is not supported; use float16, bfloat16 or float32, or ReferenceExecutor"
         if q.dtype == torch.bfloat16 and q.device.type != "cuda":
@@ -54,6 +57,7 @@ class TritonExecutor:
             return f"head dimensions {q.shape[-1]} (q, k) and {width} (v); both must be one of {HEAD_DIMS}"
         return None
 
+    @uncast
     def accumulate(self, call: AttentionCall, plan: Plan) -> SoftmaxState:
         """The carry, if any, resumed over the plan's mask; unnormalised, float32."""
         call = self._checked(call, plan)
@@ -68,16 +72,19 @@ class TritonExecutor:
         rounded = 2 * call.geometry.batch * call.kv_heads * call.kv_len * call.q.shape[3]
         return default_workspace(call, per_pair=4) + (rounded if self.precision == "int8" else 0)
 
+    @uncast
     def execute(self, call: AttentionCall, plan: Plan) -> Result:
         """Output, LSE, and the tile mass of probed heads."""
         return self._execute(call, plan, None)
 
+    @uncast
     def execute_into(self, call: AttentionCall, plan: Plan, out: Tensor, lse: Tensor) -> Result:
         """Run `execute` into tensors of the caller; without a copy where rows are contiguous."""
         if out.stride(-1) == 1 and lse.stride(-1) == 1:
             return self._execute(call, plan, (out, lse))
         return self._execute(call, plan, None).into(out, lse)
 
+    @uncast
     def execute_many(self, calls: Sequence[AttentionCall], plans: Sequence[Plan]) -> list[Result]:
         """Run `execute` for each call, in order; calls that `together.key` finds alike share a launch.
 

@@ -18,22 +18,48 @@ from torch.nn import functional
 
 P = ParamSpec("P")
 T = TypeVar("T")
+MODES: Any = torch._C
+"""Knows which dispatch modes this thread is in; what torch says in Python is one word for all threads."""
+
+
+def in_a_mode() -> bool:
+    """Whether this thread is in a dispatch mode, in which tensors may hold no numbers, as fake tensors do not."""
+    return bool(MODES._len_torch_dispatch_stack())
+
+
+def remembered(most: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """The function with its last `most` answers kept, whatever mode the caller is in; its arguments are hashable.
+
+    Nobody may write to an answer. Within a dispatch mode nothing is kept or given: see `in_a_mode`.
+    """
+
+    def decorate(make: Callable[P, T]) -> Callable[P, T]:
+        def plain(*args: Any, **kwargs: Any) -> T:
+            with torch.inference_mode(False):  # else a later call with gradients could not use them
+                return make(*args, **kwargs)
+
+        known = cast(Callable[..., T], lru_cache(maxsize=most)(plain))
+
+        @wraps(make)
+        def get(*args: P.args, **kwargs: P.kwargs) -> T:
+            return (plain if in_a_mode() else known)(*args, **kwargs)
+
+        return get
+
+    return decorate
 
 
 def kept(make: Callable[P, T]) -> Callable[P, T]:
-    """The function with its last few answers kept, which nobody may write to; its arguments are hashable.
-
-    For small tensors that depend on sizes alone: to make them again takes launches in every layer.
+    """`remembered`, of a few answers, for small tensors that depend on sizes alone: to make them again takes launches
+    in every layer.
 
     Each CUDA stream has its own, since another could read them before they are written. While a CUDA graph is captured
     nothing is kept or given: what a graph makes holds no values until it is replayed.
     """
 
-    def plain(stream: int, *args: Any, **kwargs: Any) -> T:
-        with torch.inference_mode(False):  # else a later call with gradients could not use them
-            return make(*args, **kwargs)
-
-    known = cast(Callable[..., T], lru_cache(maxsize=64)(plain))
+    @remembered(64)
+    def known(stream: int, *args: Any, **kwargs: Any) -> T:
+        return make(*args, **kwargs)
 
     @wraps(make)
     def get(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -13,6 +13,7 @@ from torch import Tensor
 from sparseprefill import kernels
 from sparseprefill.errors import MaskError, printed
 from sparseprefill.mask.geometry import Geometry, kept_by_sizes, span
+from sparseprefill.pages import odd_layout
 
 
 class Blocks(NamedTuple):
@@ -50,6 +51,8 @@ class IndexLists:
             x = getattr(self, name)
             if not isinstance(x, Tensor) or x.dtype != dtype:
                 raise MaskError(f"IndexLists.{name} is {getattr(x, 'dtype', type(x).__name__)}: pass {dtype}")
+            if odd := odd_layout(x):
+                raise MaskError(f"IndexLists.{name} is {odd}: pass a plain tensor of {dtype}")
         if self.counts.dim() != 3 or self.counts.shape != self.offsets.shape or self.indices.dim() != 1:
             shapes = tuple(tuple(getattr(self, name).shape) for name, _ in wanted)
             raise MaskError(f"IndexLists shapes are {shapes}: pass counts and offsets [B, H, R] and indices [L]")
@@ -158,6 +161,20 @@ class IndexLists:
         """int32 [count]: one list (reads its count on the host)."""
         offset, count = int(self.offsets[batch, head, row]), int(self.counts[batch, head, row])
         return self.indices[offset : offset + count]
+
+    def disordered(self, bound: int) -> Tensor:
+        """bool ``[B, H, R]``: lists that are not ascending and distinct, from 0 to less than `bound`.
+
+        All of them must lie within the indices. Each index is looked at once, however many lists share it.
+        """
+        if self.indices.numel() == 0:
+            return torch.zeros_like(self.counts, dtype=torch.bool)
+        falls = torch.nn.functional.pad((self.indices[1:] <= self.indices[:-1]).cumsum(0), (1, 0))
+        some = self.counts > 0
+        first = torch.where(some, self.offsets, 0)
+        last = torch.where(some, self.offsets + self.counts - 1, 0)
+        outside = (self.indices[first] < 0) | (self.indices[last] >= bound)
+        return some & ((falls[first] < falls[last]) | outside)
 
     def for_group(self, group: int) -> IndexLists:
         """Each head's lists for `group` neighbouring heads: ``[B, H * group, R]``, in the same storage."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import reduce
+from functools import cached_property, reduce
 from operator import or_
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +15,10 @@ from torch.nn import functional
 
 from sparseprefill.errors import MaskError, printed
 from sparseprefill.mask import count
-from sparseprefill.mask.geometry import Geometry, kept_by_sizes, regrid, rows_around
+from sparseprefill.mask.geometry import Geometry, in_a_mode, kept_by_sizes, regrid, rows_around
 from sparseprefill.mask.lists import Blocks, IndexLists
 from sparseprefill.mask.tile_map import Rows, TileMap, rows_map
+from sparseprefill.pages import odd_layout
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -298,7 +299,9 @@ class SparseMask:
         return selected & geometry.visible(rows)[:, None]
 
     def pairs(self) -> Tensor:
-        """int64 ``[B, Hq]`` on the mask's device: allowed pairs selected. Nothing is read on the host."""
+        """int64 ``[B, Hq]`` on the mask's device: allowed pairs selected. Nothing is read on the host but on a CPU,
+        where lists that are no ascending, distinct indices are refused: MaskError."""
+        _ = self.lists_hold
         sizes = (self.tile_q, self.tile_k, self.group, self.stripe_width)
         return count.pairs(self.geometry, sizes, self.tiles, self.stripes, disjoint=self.disjoint)
 
@@ -377,13 +380,14 @@ class SparseMask:
         if not _is_size(cells):
             raise MaskError(f"cells is {printed(cells)}: pass a positive number of cells, below 2^31")
         g = self.geometry
-        selected = torch.zeros(g.batch, g.heads, cells, cells, device=g.device)
-        allowed = torch.zeros(g.batch, 1, cells, cells, device=g.device)
+        selected, allowed = (
+            torch.zeros(g.batch, heads, cells, cells, dtype=torch.float32, device=g.device) for heads in (g.heads, 1)
+        )
         column = torch.arange(g.kv_len, device=g.device) * cells // g.kv_len
         for rows in _row_chunks(g, max(1, g.q_len // (cells * SHADED))):
             row = rows * cells // g.q_len
             for total, keep in ((selected, self.to_dense(rows)), (allowed, g.visible(rows)[:, None])):
-                by_column = torch.zeros(*keep.shape[:3], cells, device=g.device)
+                by_column = total.new_zeros(*keep.shape[:3], cells)
                 by_column.index_add_(3, column, keep.float())
                 total.index_add_(2, row, by_column)
         return selected / allowed  # nan where nothing is allowed, and so nothing selected
@@ -444,11 +448,24 @@ class SparseMask:
         for name, lists, _, width in self.blocks:
             bound = self.geometry.tile_columns(width)
             _check_counts(name, lists, bound)
-            entry, index = lists.padded(int(lists.counts.max()))
-            rising = (index[..., 1:] > index[..., :-1]) | ~entry[..., 1:]
-            inside = ((index >= 0) & (index < bound)) | ~entry
-            if not bool(rising.all()) or not bool(inside.all()):
-                raise MaskError(_wanted(name, bound))
+            wrong = lists.distinct.disordered(bound)
+            if bool(wrong.any()):
+                batch, head, row = wrong.nonzero()[0].tolist()
+                shown = f"the list of batch row {batch}, head {head}, row {row} is"
+                raise MaskError(f"{_wanted(name, bound)}: {shown} {printed(lists.row(batch, head, row).tolist())}")
+
+    @cached_property
+    def lists_hold(self) -> bool:
+        """Whether lists were looked at and found right, once: MaskError as of `check`.
+
+        On a CPU alone, and outside of dispatch modes, in which numbers may be none; of maps and of `full` nothing is
+        looked at, which are lists of our own making.
+        """
+        made = isinstance(self._tiles, TileMap) or self._tiles is None or self._tiles.whole
+        if self.geometry.device.type != "cpu" or in_a_mode() or (made and self.stripes is None):
+            return False
+        self.check()
+        return True
 
 
 def _check_counts(name: str, lists: IndexLists, bound: int) -> None:
@@ -491,7 +508,7 @@ def _query_rows(rows: Tensor | Sequence[int], geometry: Geometry) -> Tensor:
     last = geometry.q_len - 1
     remedy = f"pass indices of query rows, integers from 0 to {last}"
     try:
-        index = rows if isinstance(rows, Tensor) else torch.tensor(rows)
+        index = rows if isinstance(rows, Tensor) else torch.as_tensor(rows, device="cpu")
     except (TypeError, ValueError, RuntimeError, OverflowError):
         raise MaskError(f"rows is {printed(rows)}: {remedy}") from None
     if index.dim() != 1 or index.dtype not in (torch.int32, torch.int64):
@@ -510,8 +527,9 @@ def _pair(tile: int | tuple[int, int], name: str = "tile") -> tuple[int, int]:
 
 
 def _broadcast(keep: Tensor, shape: tuple[int, int, int, int], axes: str) -> Tensor:
-    if not isinstance(keep, Tensor) or keep.dtype != torch.bool:
-        raise MaskError(f"keep is {getattr(keep, 'dtype', type(keep).__name__)}: pass a bool tensor")
+    odd = odd_layout(keep) if isinstance(keep, Tensor) else type(keep).__name__
+    if odd or keep.dtype != torch.bool:
+        raise MaskError(f"keep is {odd or keep.dtype}: pass a bool tensor")
     try:
         return keep.expand(shape)
     except RuntimeError:

@@ -6,10 +6,10 @@ no product above 2^63.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, cached_property, reduce
 from operator import or_
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from attrs import evolve, frozen
@@ -19,6 +19,8 @@ from sparseprefill import kernels
 from sparseprefill.errors import MaskError, printed
 from sparseprefill.mask.geometry import Geometry, kept_by_sizes, reachable_map, regrid
 from sparseprefill.mask.lists import IndexLists
+from sparseprefill.pages import odd_layout
+from sparseprefill.validate import WIDEST, is_whole
 
 if TYPE_CHECKING:
     from sparseprefill.kernels.lists.maps import Rules
@@ -108,6 +110,37 @@ def _rows_between(geometry: Geometry, tile_q: int, first: int, behind: int) -> T
     return (tile >= first) & (tile < behind)
 
 
+def _is_rows(value: object) -> bool:
+    if isinstance(value, Tensor):
+        return not odd_layout(value) and value.dtype == torch.int32 and value.dim() == 2 and value.shape[1] == 2
+    return isinstance(value, tuple) and len(value) == 2 and all(is_whole(one, -WIDEST) for one in value)
+
+
+def _is_stride(value: object) -> bool:
+    return isinstance(value, Stride) and is_whole(value.every, 1) and is_whole(value.state, 0, WORD)
+
+
+def _is_random(value: object) -> bool:
+    return isinstance(value, Random) and is_whole(value.bound, 1, WORD + 1) and is_whole(value.state, 0, WORD)
+
+
+def _is_map(value: object) -> bool:
+    return isinstance(value, Tensor) and not odd_layout(value) and value.dtype == torch.bool
+
+
+RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("keep", lambda x: x is None or _is_map(x), "a bool tensor [B, h, R, C], or None"),
+    *((name, lambda x: is_whole(x, 1), "a positive number of tiles") for name in ("per_row", "per_column")),
+    ("band", lambda x: x is None or is_whole(x), "a number of tiles, an integer from 0, or None"),
+    ("sink", is_whole, "a number of tiles, an integer from 0"),
+    ("dense", lambda x: x is None or _is_rows(x), "two numbers of query tiles, (first, behind), int32 [B, 2], or None"),
+    ("stride", lambda x: x is None or _is_stride(x), "a Stride(every from 1, state from 0 to 2^32 - 1), or None"),
+    ("random", lambda x: x is None or _is_random(x), "a Random(bound 1 to 2^32, state from 0 to 2^32 - 1), or None"),
+    ("first_head", is_whole, "the number of a head, an integer from 0"),
+)
+"""Fields of a `TileMap`, what fits, and what to pass."""
+
+
 @frozen(eq=False, kw_only=True)
 class TileMap:
     """The tiles that a map or any rule keeps, of those that causality and window let a row of theirs see.
@@ -133,9 +166,16 @@ class TileMap:
     first_head: int = 0
 
     def __attrs_post_init__(self) -> None:
-        for name, value in (("band", self.band or 0), ("sink", self.sink)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise MaskError(f"TileMap.{name} is {printed(value)}: pass a number of tiles, an integer from 0")
+        for name, fits, remedy in RULES:
+            value = getattr(self, name)
+            if not fits(value):
+                raise MaskError(f"TileMap.{name} is {printed(value)}: pass {remedy}")
+        if isinstance(self.dense, Tensor) and (self.dense.shape[0], self.dense.device) != (
+            self.geometry.batch,
+            self.geometry.device,
+        ):
+            remedy = f"pass one range for each of {self.geometry.batch} batch rows, on {self.geometry.device}"
+            raise MaskError(f"TileMap.dense is {printed(self.dense)} on {self.dense.device}: {remedy}")
         if self.keep is None:
             return
         wanted = self.geometry.map_shape(self.tile_q * self.per_row, self.tile_k * self.per_column)

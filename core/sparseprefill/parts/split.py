@@ -190,9 +190,8 @@ class Recorder:
             pairs[:, heads] += result.skipped.pairs
             self.skipped = evolve(result.skipped, pairs=pairs)
         if result.eight is not None:
-            errors = (
-                torch.zeros(self.pairs.shape, device=self.pairs.device) if self.eight is None else self.eight.errors
-            )
+            fresh = self.pairs.new_zeros(self.pairs.shape, dtype=torch.float32)
+            errors = fresh if self.eight is None else self.eight.errors
             errors[:, heads] = torch.maximum(errors[:, heads], result.eight.errors)
             self.eight = evolve(result.eight, errors=errors)
         self.kernels.update(dict.fromkeys(result.kernels))

@@ -16,6 +16,7 @@ from attrs import field, frozen
 from torch import Tensor
 from torch.nn import functional
 
+from sparseprefill.call import uncast
 from sparseprefill.errors import ParameterError, printed
 from sparseprefill.mask.geometry import reachable_map
 from sparseprefill.mask.lists import IndexLists
@@ -69,6 +70,7 @@ class BudgetFloor(_Budget):
     grain: ClassVar[int] = 1
     head_scope: ClassVar[HeadScope] = "head"
 
+    @uncast
     def refine(self, call: AttentionCall, plan: Plan, memory: Memory) -> Plan:
         """Adds the tiles of highest priority."""
         geometry, grid = call.geometry, plan.common_grid()
@@ -105,6 +107,7 @@ class BudgetCeiling(_Budget):
         rows, columns = geometry.tile_rows(tile), geometry.tile_columns(tile)
         return default_workspace(call) + geometry.batch * geometry.heads * rows * self._most(columns) * tile * 4
 
+    @uncast
     def refine(self, call: AttentionCall, plan: Plan, memory: Memory) -> Plan:
         """Drops the tiles and stripes of lowest priority."""
         geometry, at = call.geometry, Choice.of(call, plan)
@@ -290,7 +293,7 @@ class _Order:
         tile = functional.pad(torch.div(column, tile_k, rounding_mode="floor"), (0, spare))
         columns, blocks = geometry.tile_columns(tile_k), listed.shape[-1] // size
         block = torch.arange(listed.shape[-1], device=column.device) // size
-        counts = torch.zeros(*keep.shape[:3], columns * blocks, device=keep.device)
+        counts = listed.new_zeros(*keep.shape[:3], columns * blocks, dtype=torch.float32)
         counts.scatter_add_(-1, tile * blocks + block, listed.float())
         worth = functional.pad(worth, (0, spare), value=-torch.inf)
         return cls(worth, tile, listed, rank, counts.unflatten(-1, (columns, blocks)), size)

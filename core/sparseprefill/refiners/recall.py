@@ -10,7 +10,7 @@ from attrs import evolve, field, fields, frozen
 from torch import Tensor
 
 from sparseprefill import kernels
-from sparseprefill.call import rows_at
+from sparseprefill.call import rows_at, uncast
 from sparseprefill.errors import ParameterError, nearest, printed
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.mask.samples import Held, Raised, Stretches, stripes_at
@@ -97,6 +97,7 @@ class RecallFloor:
         each = geometry.kv_len + 40 * geometry.tile_columns(128)
         return default_workspace(call) + geometry.batch * geometry.heads * min(samples, geometry.q_len) * each
 
+    @uncast
     def refine(self, call: AttentionCall, plan: Plan, memory: Memory) -> Plan:
         """Adds the tiles that hold most of what sampled rows lose."""
         geometry, grid = call.geometry, plan.common_grid()
@@ -187,11 +188,13 @@ class KeptWhole:
         rows = min(self.rows, geometry.q_len)
         return geometry.batch * (64 * geometry.tile_rows(1) + 32 * geometry.heads * rows)
 
+    @uncast
     def refine(self, call: AttentionCall, plan: Plan, memory: Memory) -> Plan:
         """The plan, with all of the mass of sampled rows kept before and after."""
         geometry = call.geometry
         at = Stretches.deal(geometry, plan.common_grid()[0], self.rows, None)
-        kept = torch.ones(geometry.batch, geometry.heads, at.rows.shape[1], device=geometry.device)
+        shape = geometry.batch, geometry.heads, at.rows.shape[1]
+        kept = torch.ones(shape, dtype=torch.float32, device=geometry.device)
         return _noted(plan, SampledRecall(at.rows, at.real, kept, kept))
 
 

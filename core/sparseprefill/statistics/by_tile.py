@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparseprefill import kernels
+from sparseprefill.call import uncast
 from sparseprefill.statistics.sampled import PAIRS, PAIRS_ON_CPU, Logits
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def mass_of(by_tile: Tensor, of_mask: Tensor | None) -> RowMass:
     return RowMass(mass, torch.zeros_like(mass) if of_mask is None else (of_mask - base).exp(), lse)
 
 
+@uncast
 @torch.no_grad()
 def row_lse(call: AttentionCall, rows: Tensor, real: Tensor) -> Tensor:
     """``[B, Hq, n]``: LSE of the queries `rows` (index ``[B, n]``, where `real`) over all keys they may see.
@@ -53,6 +55,7 @@ def row_lse(call: AttentionCall, rows: Tensor, real: Tensor) -> Tensor:
     return torch.logsumexp(by_tile, -1)
 
 
+@uncast
 def lse_by_tile(
     call: AttentionCall, rows: Tensor, real: Tensor, tile: int, keys: KeptKeys | None
 ) -> tuple[Tensor, Tensor | None]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sparseprefill.call import rows_at
+from sparseprefill.call import rows_at, uncast
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
@@ -45,6 +45,7 @@ def keys_on_grid(call: AttentionCall, tokens: int) -> Tensor:
     return _picked(k, index.clamp(max=k.shape[2] - 1), position < behind[:, None])
 
 
+@uncast
 def wide_products(q: Tensor, k: Tensor) -> Tensor:
     """``[B, Hq, n, m]``: q ``[B, Hq, n, D]`` times its KV head's k ``[B, Hkv, m, D]``, summed in float32 or better.
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparseprefill import kernels
+from sparseprefill.call import uncast
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
@@ -51,6 +52,7 @@ def real_rows(geometry: Geometry, tile: int) -> Tensor:
     return (torch.minimum(low + tile, last[:, None]) - torch.maximum(low, first[:, None])).clamp(min=0)
 
 
+@uncast
 def products(queries: Tensor, keys: Tensor) -> Tensor:
     """``[B, Hq, n, m]``: rows ``[B, Hq, n, w]`` times those of their KV heads, ``[B, Hkv, m, w]``."""
     grouped = queries.unflatten(1, (keys.shape[1], -1)).flatten(2, 3)

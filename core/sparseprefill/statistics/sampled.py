@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparseprefill import kernels
+from sparseprefill.call import uncast
 from sparseprefill.mask.geometry import Geometry, kept_by_sizes
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ def last_mass(call: AttentionCall, count: int) -> tuple[SampledMass, Tensor, Ten
     return sampled_mass(call, rows, real, count), rows, real
 
 
+@uncast
 @torch.no_grad()
 def sampled_mass(
     call: AttentionCall,

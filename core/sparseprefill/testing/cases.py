@@ -34,7 +34,7 @@ def standard_calls(device: torch.device | str = "cpu", dtype: torch.dtype = torc
         make("random", 2, 1, 129, 129, batch=2, lengths=rows(129, 31)),
         make("stripes", 2, 2, 97, 97, batch=2, window=24),
         make("random", 2, 1, 97, 97, softcap=2.0),
-        make("local", 2, 1, 113, 113, sinks=torch.tensor([1.0, -2.0], device=device)),
+        make("local", 2, 1, 113, 113, sinks=torch.tensor([1.0, -2.0], dtype=torch.float32, device=device)),
     )
 
 

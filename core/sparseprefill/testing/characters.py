@@ -12,6 +12,7 @@ from attrs import field, frozen
 from torch import Tensor
 
 from sparseprefill.errors import ParameterError, nearest
+from sparseprefill.testing.rotary import FLOATS, HOST
 from sparseprefill.validate import number
 
 NEAR = 256
@@ -103,9 +104,10 @@ def solve(one: Character, speeds: Tensor, distances: Sequence[int], tokens: int,
     shares: of the columns that are stripes, and that are in spans, to one query.
     """
     half = max(2, tokens // 2)
-    near = _mass(torch.arange(min(NEAR, half)), distances, speeds)
-    around = _mass(torch.cat([torch.arange(d - AROUND, d + AROUND + 1) for d in distances]), distances, speeds)
-    spread = torch.linspace(min(NEAR, half - 1), half - 1, SAMPLE).round()
+    near = _mass(torch.arange(min(NEAR, half), device=HOST), distances, speeds)
+    beside = [torch.arange(d - AROUND, d + AROUND + 1, device=HOST) for d in distances]
+    around = _mass(torch.cat(beside), distances, speeds)
+    spread = torch.linspace(min(NEAR, half - 1), half - 1, SAMPLE, **FLOATS).round()
     apart = torch.stack([(spread - centre).abs() > AROUND for centre in distances]).all(0)
     far = _mass(spread[apart] if bool(apart.any()) else spread, distances, speeds)
     weight = max(1, half - NEAR) / SAMPLE

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from sparseprefill.call import uncast
 from sparseprefill.errors import ParameterError
 from sparseprefill.testing.characters import named
 from sparseprefill.testing.content import KEY_NOISE, QUERY_NOISE, Content, read
@@ -22,6 +23,7 @@ from sparseprefill.testing.rotary import Noise, Rotary, rotate
 CHUNK = 32768
 
 
+@uncast
 def head_tensors(
     *,
     q_len: int,
@@ -46,7 +48,7 @@ def head_tensors(
             raise ParameterError(f"{name} is {value}: pass a positive integer")
     if heads < 1 or heads % kv_heads:
         raise ParameterError(f"heads is {heads}: pass a multiple of the {kv_heads} kv_heads")
-    rotary, source = Rotary.of(head_dim, q_len), torch.Generator().manual_seed(seed)
+    rotary, source = Rotary.of(head_dim, q_len), torch.Generator("cpu").manual_seed(seed)
     shown, ratio = named(characters, heads), heads // kv_heads
     noise = Noise.of(source, head_dim, device)
 

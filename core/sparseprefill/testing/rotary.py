@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from attrs import frozen
@@ -18,6 +19,9 @@ FASTEST, SLOWEST = 1.0, 1 / 2048
 STILL = 0.25
 """Radians that a pair may turn over the whole prompt and count as still."""
 POOL = 4096
+HOST = torch.device("cpu")
+FLOATS: Any = {"dtype": torch.float32, "device": HOST}
+"""Of tensors drawn from a CPU generator, whatever torch's defaults are."""
 
 
 @frozen(eq=False)
@@ -32,7 +36,7 @@ class Rotary:
         if head_dim < LEAST or head_dim % 2:
             raise ParameterError(f"head_dim is {head_dim}: pass an even number >= {LEAST}")
         base = THETA * max(1.0, tokens / TRAINED) ** (head_dim / (head_dim - 2))
-        return cls(base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim))
+        return cls(base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device=HOST) / head_dim))
 
     @property
     def fast(self) -> Tensor:
@@ -42,7 +46,7 @@ class Rotary:
     def still(self, tokens: int, least: int) -> Tensor:
         """bool ``[D/2]``: pairs that hardly turn over so many tokens, at least `least` of them."""
         count = max(least, int((self.speeds * tokens <= STILL).sum()))
-        return torch.arange(len(self.speeds)) >= len(self.speeds) - count
+        return torch.arange(len(self.speeds), device=HOST) >= len(self.speeds) - count
 
     def angles(self, first: int, last: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
         """Cosine and sine, float32 ``[n, D/2]``, of the positions from `first` to before `last`."""
@@ -71,10 +75,10 @@ class Noise:
     @classmethod
     def of(cls, source: torch.Generator, width: int, device: torch.device | str) -> Noise:
         """A pool of rows of `width`; `source` is a CPU generator."""
-        return cls(torch.randn(POOL, width, generator=source).mul_(math.sqrt(0.5)).to(device), source)
+        return cls(torch.randn(POOL, width, generator=source, **FLOATS).mul_(math.sqrt(0.5)).to(device), source)
 
     def __call__(self, rows: int, width: int) -> Tensor:
         """float32 ``[rows, width]`` of unit variance."""
-        picked = torch.randint(POOL, (2, rows), generator=self.source).to(self.pool.device)
+        picked = torch.randint(POOL, (2, rows), generator=self.source, device=HOST).to(self.pool.device)
         pool = self.pool[:, :width]
         return pool[picked[0]] + pool[picked[1]]

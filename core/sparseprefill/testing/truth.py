@@ -25,7 +25,7 @@ def allowed_pairs(call: AttentionCall) -> Tensor:
     row = (torch.arange(q_len, device=device) + offset)[None, :, None]
     key = torch.arange(kv_len, device=device)[None, None, :]
     allowed = (start <= key) & (key <= row) & (row < behind)
-    return allowed if call.window is None else allowed & (key > row - call.window)
+    return allowed if call.window is None else allowed & (key > row - min(call.window, kv_len))
 
 
 def attention(call: AttentionCall, keep: Tensor | None = None) -> tuple[Tensor, Tensor]:

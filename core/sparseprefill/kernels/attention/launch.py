@@ -261,7 +261,7 @@ def _launch(
         _state(carry),
         Outputs(out, lse, _state(state), None, call.sinks, counted, *out_strides),
         Sizes(*lengths, heads, call.group, table),
-        Logits(call.softmax_scale * LOG2E.value, call.softcap, call.window, thresholds),
+        Logits(call.softmax_scale * LOG2E.value, call.softcap, call.geometry.window, thresholds),
         None,  # told below, like `Outputs.nonfinite`: the Hopper kernel may have other blocks
     )
     voting = (chosen.block_m, chosen.block_m, chosen.block_n)
@@ -314,7 +314,7 @@ def tile_mass_fwd(call: AttentionCall, mask: SparseMask, lse: Tensor, probe: Ten
     tile_mass_fwd_kernel[(rows, batch * heads)](
         call.q, source.k, source.table, source.k_scale, lse.contiguous(), probe.contiguous(), mass,
         geometry.starts, geometry.lengths, *tiles.arrays, *strides(call.q), *strides(source.k, source.page),
-        call.softmax_scale * LOG2E.value, call.softcap, call.window, geometry.q_offset, geometry.q_len, geometry.kv_len,
+        call.softmax_scale * LOG2E.value, call.softcap, call.geometry.window, geometry.q_offset, geometry.q_len, geometry.kv_len,
         rows, columns, heads, call.group,
         TILE_Q=mask.tile_q, TILE_K=mask.tile_k, **_blocks(chosen, call.q.shape[-1], source.page),
         num_warps=chosen.warps, num_stages=chosen.stages, **FUSED,

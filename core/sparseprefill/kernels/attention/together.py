@@ -89,7 +89,7 @@ def key(call: AttentionCall, plan: Plan) -> Hashable | None:
     sinks = None if call.sinks is None else (call.sinks.data_ptr(), call.sinks.dtype, call.sinks.stride())
     grid = mask.tile_q, mask.tile_k, mask.group, mask.stripe_width
     of_mask = (*grid, mask.has_tiles, mask.stripes is not None, mask.overlapping)
-    logits = (call.softmax_scale, call.softcap, call.window, sinks)
+    logits = (call.softmax_scale, call.softcap, call.geometry.window, sinks)
     return rows, q.shape[1], q.shape[3], q.stride()[1:3], q.dtype, cache, logits, of_mask
 
 
@@ -117,5 +117,5 @@ def _behind(mine: Sequence[Tensor | None], first: Sequence[Tensor | None]) -> tu
 @kept
 def _on_device(table: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
     """int64 ``[requests, FIELDS]``; a copy that nobody waits for."""
-    made = torch.tensor(table, dtype=torch.int64)
+    made = torch.tensor(table, dtype=torch.int64, device="cpu")
     return made.view(len(table), FIELDS.value).to(device, non_blocking=True)

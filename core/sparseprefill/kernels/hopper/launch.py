@@ -94,7 +94,7 @@ def features(call: AttentionCall, mask: SparseMask) -> str | None:
         return f"{q.dtype} with head dimension {q.shape[-1]}"
     if mask.tile_q % BLOCK_M or mask.tile_k < 64 or mask.tile_k & (mask.tile_k - 1):
         return f"tiles of {mask.tile_q} x {mask.tile_k}"
-    if call.window is not None or call.softcap is not None:
+    if call.geometry.window is not None or call.softcap is not None:
         return "a sliding window or softcap"
     return None if aligned(q) else "rows that are not aligned to 16 bytes"
 

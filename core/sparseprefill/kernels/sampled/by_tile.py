@@ -147,9 +147,9 @@ def tile_lse(
         held, line, every, every if kept is None else kept,
         *strides(q), *k.strides, call.softmax_scale * LOG2E.value, call.softcap or 0.0,
         geometry.q_offset, geometry.kv_len, count, call.kv_heads, call.group, blocks, columns, each, lines, sixteens,
-        call.window or 0,
+        call.geometry.window or 0,
         TILE=tile, BLOCK_R=block_r, BLOCK_N=block_n, D=width, BLOCK_D=block(width),
-        WINDOW=call.window is not None, SOFTCAP=call.softcap is not None, PAGE=k.page, PRECISION="ieee",
+        WINDOW=call.geometry.window is not None, SOFTCAP=call.softcap is not None, PAGE=k.page, PRECISION="ieee",
         **chosen.options,
     )  # fmt: skip
     return every, kept

@@ -368,11 +368,11 @@ def _round(
     slashes = torch.empty(batch, heads, samples, cdiv(size, slash), **options)
     numbers = (
         *strides(q), *keys.strides, call.softmax_scale * LOG2E.value, call.softcap or 0.0,
-        geometry.q_offset, size, count, heads, call.group, samples, parts, chunk, call.window or 0,
+        geometry.q_offset, size, count, heads, call.group, samples, parts, chunk, geometry.window or 0,
     )  # fmt: skip
     flags = {
         "ROWS": part, "BLOCK_R": block(part), "BLOCK_N": chosen.block_n, "D": width, "BLOCK_D": block(width),
-        "WINDOW": call.window is not None,
+        "WINDOW": geometry.window is not None,
         "SOFTCAP": call.softcap is not None, "PAGE": keys.page, "PRECISION": "ieee",
     }  # fmt: skip
     grid = (programs, chunks)
