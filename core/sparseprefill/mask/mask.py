@@ -9,10 +9,11 @@ from operator import or_
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import evolve, field, frozen
+from attrs import Factory, evolve, field, frozen
 from torch import Tensor
 from torch.nn import functional
 
+from sparseprefill import kernels
 from sparseprefill.errors import MaskError, printed
 from sparseprefill.mask import count
 from sparseprefill.mask.geometry import Geometry, in_a_mode, kept_by_sizes, regrid, rows_around
@@ -32,6 +33,10 @@ SHADED = 16
 """Query rows that stand for a cell of a picture."""
 
 
+def _is_doubtful(mask: SparseMask) -> bool:
+    return any(isinstance(lists, IndexLists) and not lists.sound for lists in (mask._tiles, mask.stripes))
+
+
 @frozen(eq=False)
 class SparseMask:
     """Per query head a union of key tiles and stripes; causality is implied and exact per token.
@@ -46,6 +51,7 @@ class SparseMask:
     stripes: lists ``[B, Hq, G]`` of column indices per group of query tiles, or None.
     stripe_width: tokens of a column, which divide `tile_k`; 1 for single keys.
     disjoint: the maker's word that no stripe lies in a selected tile of its group; spares executors the test.
+    doubtful: whether there are lists that nobody said to be `sound`.
     """
 
     geometry: Geometry
@@ -56,6 +62,7 @@ class SparseMask:
     stripes: IndexLists | None = None
     disjoint: bool = field(default=False, kw_only=True)
     stripe_width: int = field(default=1, kw_only=True)
+    doubtful: bool = field(init=False, repr=False, default=Factory(_is_doubtful, takes_self=True))
 
     def __attrs_post_init__(self) -> None:
         for name in ("tile_q", "tile_k", "group", "stripe_width"):
@@ -301,7 +308,8 @@ class SparseMask:
     def pairs(self) -> Tensor:
         """int64 ``[B, Hq]`` on the mask's device: allowed pairs selected. Nothing is read on the host but on a CPU,
         where lists that are no ascending, distinct indices are refused: MaskError."""
-        _ = self.lists_hold
+        if self.doubtful:
+            _ = self.looked_at
         sizes = (self.tile_q, self.tile_k, self.group, self.stripe_width)
         return count.pairs(self.geometry, sizes, self.tiles, self.stripes, disjoint=self.disjoint)
 
@@ -455,16 +463,13 @@ class SparseMask:
                 raise MaskError(f"{_wanted(name, bound)}: {shown} {printed(lists.row(batch, head, row).tolist())}")
 
     @cached_property
-    def lists_hold(self) -> bool:
-        """Whether lists were looked at and found right, once: MaskError as of `check`.
+    def looked_at(self) -> bool:
+        """True. Looks at lists that need not be `sound`, once: MaskError as of `check`.
 
-        On a CPU alone, and outside of dispatch modes, in which numbers may be none; of maps and of `full` nothing is
-        looked at, which are lists of our own making.
+        On a CPU alone, and outside of dispatch modes, in which numbers may be none.
         """
-        made = isinstance(self._tiles, TileMap) or self._tiles is None or self._tiles.whole
-        if self.geometry.device.type != "cpu" or in_a_mode() or (made and self.stripes is None):
-            return False
-        self.check()
+        if self.geometry.device.type == "cpu" and not kernels.serve_device(self.geometry.device) and not in_a_mode():
+            self.check()
         return True
 
 
