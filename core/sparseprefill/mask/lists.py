@@ -240,9 +240,14 @@ def _every(geometry: Geometry, tile_q: int, tile_k: int) -> tuple[Tensor, Tensor
     return counts.expand(shape).contiguous(), first.expand(shape).contiguous(), every
 
 
+def readable(device: torch.device) -> bool:
+    """Whether values may be looked at: on a CPU, where nothing waits for it, and in no mode in which there are none."""
+    return device.type == "cpu" and not kernels.serve_device(device) and not in_a_mode()
+
+
 def _check_order(first: Tensor, last: Tensor) -> None:
     """MaskError for ranges of a row that overlap or descend; on a CPU alone."""
-    if kernels.serve_device(first.device) or first.device.type != "cpu" or in_a_mode():
+    if not readable(first.device):
         return
     some = first < last
     before = functional.pad(torch.where(some, last, 0).cummax(-1).values, (1, -1)) if last.shape[-1] else last

@@ -13,11 +13,10 @@ from attrs import Factory, evolve, field, frozen
 from torch import Tensor
 from torch.nn import functional
 
-from sparseprefill import kernels
 from sparseprefill.errors import MaskError, printed
 from sparseprefill.mask import count
-from sparseprefill.mask.geometry import Geometry, in_a_mode, kept_by_sizes, regrid, rows_around
-from sparseprefill.mask.lists import Blocks, IndexLists
+from sparseprefill.mask.geometry import Geometry, kept_by_sizes, regrid, rows_around
+from sparseprefill.mask.lists import Blocks, IndexLists, readable
 from sparseprefill.mask.tile_map import Rows, TileMap, rows_map
 from sparseprefill.pages import odd_layout
 
@@ -464,11 +463,8 @@ class SparseMask:
 
     @cached_property
     def looked_at(self) -> bool:
-        """True. Looks at lists that need not be `sound`, once: MaskError as of `check`.
-
-        On a CPU alone, and outside of dispatch modes, in which numbers may be none.
-        """
-        if self.geometry.device.type == "cpu" and not kernels.serve_device(self.geometry.device) and not in_a_mode():
+        """True. Looks at lists that need not be `sound`, once, where they are `readable`: MaskError as of `check`."""
+        if readable(self.geometry.device):
             self.check()
         return True
 
@@ -532,9 +528,10 @@ def _pair(tile: int | tuple[int, int], name: str = "tile") -> tuple[int, int]:
 
 
 def _broadcast(keep: Tensor, shape: tuple[int, int, int, int], axes: str) -> Tensor:
-    odd = odd_layout(keep) if isinstance(keep, Tensor) else type(keep).__name__
-    if odd or keep.dtype != torch.bool:
-        raise MaskError(f"keep is {odd or keep.dtype}: pass a bool tensor")
+    if not isinstance(keep, Tensor):
+        raise MaskError(f"keep is {type(keep).__name__}: pass a bool tensor")
+    if keep.dtype != torch.bool or keep.is_nested or keep.layout != torch.strided:
+        raise MaskError(f"keep is {odd_layout(keep) or keep.dtype}: pass a bool tensor")
     try:
         return keep.expand(shape)
     except RuntimeError:
