@@ -87,14 +87,14 @@ class AttentionCall:
         """The pages that hold K and V; None where K and V are tensors."""
         return self._k if isinstance(self._k, Pages) and self._k is self._v else None
 
-    @property
+    @cached_property
     def k(self) -> Tensor:
-        """Keys ``[B, Hkv, Nkv, D]``; of pages a copy: see `Pages.keys`."""
+        """Keys ``[B, Hkv, Nkv, D]``; of pages a copy, made once."""
         return self._k.keys() if isinstance(self._k, Pages) else self._k
 
-    @property
+    @cached_property
     def v(self) -> Tensor:
-        """Values ``[B, Hkv, Nkv, Dv]``; of pages a copy: see `Pages.values`."""
+        """Values ``[B, Hkv, Nkv, Dv]``; of pages a copy, made once."""
         return self._v.values() if isinstance(self._v, Pages) else self._v
 
     @property
@@ -151,10 +151,10 @@ class AttentionCall:
 
     @cached_property
     def geometry(self) -> Geometry:
-        """Positions, tiles and visibility of this call; a window that no key is behind is none."""
+        """Positions, tiles and visibility of this call; a window longer than any prompt is none."""
         offset = self.kv_len - self.q.shape[2] if self.q_offset is None else self.q_offset
         batch, heads, q_len = self.q.shape[:3]
-        window = None if self.window is None or self.window >= self.kv_len else self.window
+        window = None if self.window is None or self.window >= LONGEST else self.window
         return Geometry(batch, heads, q_len, self.kv_len, offset, self.q.device, self.starts, self.lengths, window)
 
 
@@ -199,9 +199,9 @@ def _check_tensors(q: Tensor, k: Tensor | Pages, v: Tensor | Pages) -> None:
             continue  # checked when they were made
         if not isinstance(x, Tensor):
             raise InvalidCallError(name, type(x).__name__, "pass a torch.Tensor [B, H, N, D]")
-        if odd := odd_layout(x):
+        if x.is_nested or x.layout != torch.strided:
             remedy = "pass a plain tensor [B, H, N, D]; rows of several lengths padded, and their lengths as `lengths`"
-            raise InvalidCallError(name, odd, remedy)
+            raise InvalidCallError(name, odd_layout(x), remedy)
         if x.dim() != 4:
             raise InvalidCallError(name, f"of shape {tuple(x.shape)}", "pass four dimensions [B, H, N, D]")
         if x.dtype not in DTYPES:

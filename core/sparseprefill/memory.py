@@ -163,7 +163,7 @@ def _known(call: AttentionCall) -> bool:
     """Whether the host knows where the call's keys stand, and they are the same for everybody."""
     if call.starts is not None or call.lengths is not None:
         return False
-    if call.recorded:
+    if call.pages is None and torch.is_grad_enabled() and (call.k.requires_grad or call.v.requires_grad):
         return False
     return not (call.q.is_cuda and torch.cuda.is_current_stream_capturing())
 

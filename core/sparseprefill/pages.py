@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
+from typing import Any
 
 import torch
 from attrs import Factory, evolve, field, frozen
@@ -88,7 +89,7 @@ class Pages:
     @property
     def requires_grad(self) -> bool:
         """Whether keys or values have a gradient."""
-        return any(_has_gradient(x, scale) for x, scale in ((self.k, self.k_scale), (self.v, self.v_scale)))
+        return self.k.requires_grad or self.v.requires_grad
 
     @property
     def gathered(self) -> frozenset[str]:
@@ -96,10 +97,7 @@ class Pages:
         return frozenset((self.cut_from or self)._kept)
 
     def keys(self) -> Tensor:
-        """``[1, Hkv, length, D]`` in `dtype`: copied once, when first asked for.
-
-        Of a cache that requires a gradient, while gradients are recorded, each call makes a copy of its own.
-        """
+        """``[1, Hkv, length, D]`` in `dtype`: copied once, when first asked for; a gradient reaches the cache."""
         return self._read("k")
 
     def values(self) -> Tensor:
@@ -129,21 +127,38 @@ class Pages:
         if self.cut_from is not None:
             heads = slice(self.first_head, self.first_head + self.k.shape[2])
             return self.cut_from._read(name)[:, heads, : self.length]
-        x, scale = (self.k, self.k_scale) if name == "k" else (self.v, self.v_scale)
-        if torch.is_grad_enabled() and _has_gradient(x, scale):
-            return _at(x, self.table, torch.arange(self.length, device=self.device), scale, self.dtype)
         if name not in self._kept:
-            with torch.inference_mode(False), torch.no_grad():  # else a later call with gradients could not use it
+            x, scale = (self.k, self.k_scale) if name == "k" else (self.v, self.v_scale)
+            # Whoever asks first, later calls with gradients use it.
+            with torch.inference_mode(False), torch.set_grad_enabled(x.requires_grad):
                 self._kept[name] = _gather(x, self.table, self.length, scale, self.dtype)
         return self._kept[name]
 
 
-def _has_gradient(x: Tensor, scale: Tensor | None) -> bool:
-    return x.requires_grad or (scale is not None and scale.requires_grad)
+class _Taken(torch.autograd.Function):
+    """Tokens of pages, by page and slot; of the one copy several backward passes may be made, each with its graph."""
+
+    @staticmethod
+    def forward(x: Tensor, page: Tensor, slot: Tensor) -> Tensor:
+        """``[n, Hkv, D]`` of ``[pages, page, Hkv, D]``."""
+        return x[page, slot]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        """Not as saved tensors, which the first backward pass would let go."""
+        x, ctx.page, ctx.slot = inputs
+        ctx.shape = x.shape
+
+    @staticmethod
+    def backward(ctx: Any, *given: Tensor) -> tuple[Tensor, None, None]:
+        """Each token's gradient to its slot."""
+        (gradient,) = given
+        made = gradient.new_zeros(ctx.shape)
+        return made.index_put((ctx.page, ctx.slot), gradient, accumulate=True), None, None
 
 
 def _gather(x: Tensor, table: Tensor, length: int, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    if kernels.serve(x):
+    if kernels.serve(x) and not x.requires_grad:
         from sparseprefill.kernels.gather import gather_pages
 
         return gather_pages(x, table, length, scale, dtype)
@@ -152,10 +167,12 @@ def _gather(x: Tensor, table: Tensor, length: int, scale: Tensor | None, dtype: 
 
 def _at(x: Tensor, table: Tensor, index: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Rows ``[1, Hkv, n, D]`` of the keys `index`: a view of tokens, whose heads stand side by side."""
-    raw = x.view(torch.uint8) if x.dtype in FP8 else x  # fp8 has no indexing everywhere
-    page = x.shape[1]
-    taken = raw[table[index // page].long(), index % page]
-    taken = taken if taken.dtype == x.dtype else taken.view(x.dtype)  # a view, even of its own type, has no gradient
+    page, slot = table[index // x.shape[1]].long(), index % x.shape[1]
+    if x.requires_grad:
+        taken = _Taken.apply(x, page, slot)
+    else:
+        raw = x.view(torch.uint8) if x.dtype in FP8 else x  # fp8 has no indexing everywhere
+        taken = raw[page, slot].view(x.dtype)
     if scale is not None:
         taken = taken.to(torch.float32) * scale
     return taken.to(dtype)[None].transpose(1, 2)
@@ -219,6 +236,8 @@ def _check_cache(pages: Pages) -> None:
             continue
         plain = isinstance(scale, Tensor) and not odd_layout(scale)
         kind = plain and (scale.dtype, scale.device) == (torch.float32, k.device)
+        if kind and scale.requires_grad:
+            raise InvalidCallError(f"pages.{name}", "a tensor that requires a gradient", "pass it detached")
         if not kind or scale.numel() != 1:
             shown = f"{printed(scale)} on {scale.device}" if isinstance(scale, Tensor) else printed(scale)
             raise InvalidCallError(f"pages.{name}", shown, f"pass one float32 on {k.device}, or None")

@@ -398,7 +398,8 @@ def check_plan(call: object, plan: object) -> None:
     if plan.geometry is not given.geometry:
         check_geometry(given, plan.geometry, "plan has")
     for mask in plan.masks:
-        _ = mask.lists_hold
+        if mask.doubtful:
+            _ = mask.looked_at
 
 
 def check_geometry(call: AttentionCall, geometry: Geometry, who: str) -> None:

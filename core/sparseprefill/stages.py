@@ -46,7 +46,7 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from sparseprefill.call import uncast
+from sparseprefill.call import CASTING, uncast
 from sparseprefill.errors import SparsePrefillError, StageError, printable, printed, told
 from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.plan import Plan, Result, SoftmaxState, check_geometry
@@ -226,11 +226,10 @@ class Guard:
             raise StageError(f"{self.place}.{name} is {answer.shown(found)}: it must be {answer.words}")
         return found
 
-    @uncast
     def run(self, what: str, run: Callable[[], T]) -> T:
-        """What a function of the object gives; `what` is its name for messages."""
+        """What a function of the object gives, outside of autocast; `what` is its name for messages."""
         try:
-            return run()
+            return uncast(run)() if any(map(torch.is_autocast_enabled, CASTING)) else run()
         except torch.OutOfMemoryError:
             raise
         except Exception as error:

@@ -22,6 +22,9 @@ NAMES = {"core": "sparseprefill", "plugins": "sparseprefill.plugins", "adapters"
 ROOTS = {str(Path(str(import_module(name).__file__)).parent): layer for layer, name in NAMES.items()}
 
 
+WRAPPER = "uncast.<locals>.run"
+
+
 def place(path: str) -> str | None:
     """The file as the repository names it, None for files of others. The longest root wins: a wheel nests them."""
     for root in sorted(ROOTS, key=len, reverse=True):
@@ -34,8 +37,9 @@ def place(path: str) -> str | None:
 class Walk:
     """What was seen of a call: the files that it ran in, and each move: between which files, by which function.
 
-    Functions of others, and code that attrs or Triton generates, are passed through: a move goes from the file of ours
-    that was left to the next one of ours. A return is a move, too.
+    Functions of others, code that attrs or Triton generates, and the wrapper of `uncast`, which stands around functions
+    and hands on at once, are passed through: a move goes from the file of ours that was left to the next one of ours. A
+    return is a move, too.
     """
 
     moves: list[tuple[str, str, str]] = field(factory=list)
@@ -48,7 +52,8 @@ class Walk:
             return
         before = self._open[-1] if self._open else ""
         if event == "call":
-            self._open.append(place(frame.f_code.co_filename) or before)
+            through = frame.f_code.co_qualname == WRAPPER
+            self._open.append(before if through else place(frame.f_code.co_filename) or before)
         elif self._open:
             self._open.pop()
         now = self._open[-1] if self._open else ""

@@ -165,14 +165,27 @@ def test_reach_the_pages_whoever_read_them_before(name: str, before: Callable[[]
         close(expected, [of_q, *tokens])
 
 
-def test_pages_are_copied_once_where_nothing_is_recorded() -> None:
-    call, _, _ = paged(make(40, heads=4, kv_heads=2))
-    assert call.k.requires_grad
-    with torch.no_grad():
-        assert call.k is call.k
-        assert call.v is call.v
+def test_pages_are_copied_once() -> None:
+    call, k, v = paged(make(40, heads=4, kv_heads=2))
+    assert call.pages is not None
     with torch.inference_mode():
-        assert not call.k.is_inference()
+        first = call.pages.keys()
+    assert first is call.pages.keys() is call.k
+    assert (first.requires_grad, first.is_inference()) == (True, False)
+    for _ in range(2):  # of the one copy, without another forward
+        (found,) = torch.autograd.grad(first.sum(), k)
+        assert float(found.sum()) == 40 * 2 * 8
+    (some,) = torch.autograd.grad(call.pages.values_at(torch.tensor([3, 3, 17])).sum(), v)
+    assert [float(some.flatten(0, 1)[at, 0, 0]) for at in (3, 17)] == [2.0, 1.0]
+
+
+@pytest.mark.parametrize("name", ["k", "k_scale"])
+def test_pages_in_8_bits_have_no_gradient(name: str) -> None:
+    cache = torch.zeros(2, 16, 2, 8).to(torch.float8_e4m3fn)
+    given = {"k": cache, "v": cache, "table": torch.arange(2, dtype=torch.int32), "k_scale": torch.ones(1)}
+    given[name] = given[name].clone().requires_grad_()
+    with pytest.raises(sp.InvalidCallError, match=rf"pages\.{name} is .*requires a gradient: pass it detached"):
+        sp.Pages(**given, length=20, dtype=torch.float32)  # type: ignore[arg-type]
 
 
 def test_kernels_refuse_what_they_would_detach() -> None:

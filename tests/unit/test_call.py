@@ -192,27 +192,20 @@ def test_values_on_the_device_are_not_read() -> None:
     assert (2, 2, 1, 8) == call.keys_at(torch.zeros(2, 1, dtype=torch.int64, device="meta")).shape
 
 
-@pytest.mark.parametrize("window", [41, 40, 1 << 31, (1 << 63) - 1, 1 << 63, 2**70, 10**400])
+@pytest.mark.parametrize("window", [40, 41, (1 << 31) - 1, 1 << 31, (1 << 63) - 1, 1 << 63, 2**70, 10**400])
 @pytest.mark.parametrize("name", sorted(sp.default_registry().methods()))
-def test_a_window_that_no_key_is_behind_is_none(name: str, window: int) -> None:
+def test_a_window_that_no_key_is_behind_changes_nothing(name: str, window: int) -> None:
     method = sp.default_registry().get(name)
     pipeline, call = method.pipeline(**method.small), make(40, heads=4, kv_heads=2)
     wide = evolve(call, window=window)
-    assert wide.geometry.window is None
+    assert wide.geometry.window == (window if window < 1 << 31 else None)
     if pipeline.unsupported(wide):
         return
     expected, found = pipeline.run(call), pipeline.run(wide)
-    assert torch.equal(expected.out, found.out)
+    torch.testing.assert_close(found.out, expected.out, atol=1e-5, rtol=1e-5)
     assert expected.density == found.density
-    assert torch.equal(sp.recall(call, expected), sp.recall(wide, found))
+    torch.testing.assert_close(sp.recall(wide, found), sp.recall(call, expected))
     truth, _ = attention(wide)
     for executor in (sp.ReferenceExecutor(), sp.CpuExecutor()):
         out = executor.execute(wide, sp.Plan(sp.SparseMask.full(wide, 8))).out
         torch.testing.assert_close(out, truth.float(), atol=1e-5, rtol=1e-5)
-
-
-def test_a_window_of_one_chunk_holds_in_a_later_one() -> None:
-    """It is none while there are fewer keys, and one behind them."""
-    first = make(20, window=24)
-    later = evolve(first, k=make(20, 40).k, v=make(20, 40).v)
-    assert (None, 24) == (first.geometry.window, later.geometry.window)

@@ -114,7 +114,9 @@ class CpuExecutor:
         check_plan(call, plan)
         if reason := self.unsupported(call):
             raise UnsupportedCallError([f"CpuExecutor: {reason}"])
-        if call.recorded:
+        if torch.is_grad_enabled() and any(
+            x is not None and x.requires_grad for x in (call.q, call.k, call.v, call.sinks)
+        ):
             return "gradients are recorded, but the keys gathered here are overwritten by later calls"
         return _odd_numbers(call)
 

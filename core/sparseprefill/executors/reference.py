@@ -67,12 +67,12 @@ def _attend(call: AttentionCall, plan: Plan) -> tuple[SoftmaxState, Skipped | No
     if plan.skip_below is not None:
         return _skipping(call, plan, plan.skip_below, dtype)
     shape = (call.q.shape[0], call.q.shape[1], call.q.shape[2])
-    state, values = SoftmaxState.empty(shape, call.value_dim, dtype, call.q.device), call.v
+    state = SoftmaxState.empty(shape, call.value_dim, dtype, call.q.device)
     for (b, h, rows), keys, logits, keep in _tiles(call, plan, dtype):
         m = logits.amax(-1)
         p = torch.exp(logits - base_of(m)[:, None])
         state.m[b, h, rows], state.l[b, h, rows] = m, p.sum(-1)
-        state.acc[b, h, rows] = weigh(p, values[b, h // call.group][keys].to(dtype), keep)
+        state.acc[b, h, rows] = weigh(p, call.v[b, h // call.group][keys].to(dtype), keep)
     return state if plan.carry is None else plan.carry.state.merge(state), None
 
 
@@ -80,12 +80,12 @@ def _tiles(
     call: AttentionCall, plan: Plan, dtype: torch.dtype, heads: Tensor | None = None
 ) -> Iterator[tuple[tuple[int, int, slice], Tensor | slice, Tensor, Tensor]]:
     """Every non-empty (batch row, head, query rows), its keys, its logits (-inf where not allowed) and who may see."""
-    selection, every = _TileKeys(plan.mask), call.k
+    selection = _TileKeys(plan.mask)
     for b in range(call.q.shape[0]):
         for h in range(call.q.shape[1]):
             if heads is not None and not bool(heads[b, h]):
                 continue
-            k = every[b, h // call.group]
+            k = call.k[b, h // call.group]
             for row in range(selection.rows):
                 picked = selection.pick(b, h, row)
                 if picked is None:
@@ -109,28 +109,23 @@ def _skipping(call: AttentionCall, plan: Plan, below: Tensor, dtype: torch.dtype
     if plan.carry is not None:
         state = state.merge(plan.carry.state)  # a copy
     pairs = torch.zeros(shape[:2], dtype=torch.int64, device=call.q.device)
-    selection, kv = _TileKeys(plan.mask), (call.k, call.v)
+    selection = _TileKeys(plan.mask)
     bounds = below.to(dtype).log().tolist()
     for b in range(shape[0]):
         for h in range(shape[1]):
             for row in range(selection.rows):
                 steps = selection.steps(b, h, row)
                 if steps is not None:
-                    pairs[b, h] += _vote(call, kv, state, (b, h), steps, bounds[b])
+                    pairs[b, h] += _vote(call, state, (b, h), steps, bounds[b])
     return state, Skipped(pairs, plan.mask.tile_q, plan.mask.tile_q, plan.mask.tile_k)
 
 
 def _vote(
-    call: AttentionCall,
-    kv: tuple[Tensor, Tensor],
-    state: SoftmaxState,
-    at: tuple[int, int],
-    tile: tuple[slice, int, list[Tensor]],
-    bound: float,
+    call: AttentionCall, state: SoftmaxState, at: tuple[int, int], tile: tuple[slice, int, list[Tensor]], bound: float
 ) -> int:
     """Online softmax of one query tile over its steps, into the state; the pairs left out."""
     (b, h), (rows, start, steps), gone = at, tile, 0
-    (k, v), dtype = (x[b, h // call.group] for x in kv), state.m.dtype
+    k, v, dtype = call.k[b, h // call.group], call.v[b, h // call.group], state.m.dtype
     q, query = call.q[b, h, rows].to(dtype), call.geometry.query_positions()[b, rows]
     # Copies, in new tensors at each step: of what gradients are recorded, nothing may be overwritten.
     m, l, acc = (x[b, h, rows].clone() for x in (state.m, state.l, state.acc))  # noqa: E741

@@ -9,10 +9,11 @@ from typing import NamedTuple
 import torch
 from attrs import evolve, field, frozen
 from torch import Tensor
+from torch.nn import functional
 
 from sparseprefill import kernels
 from sparseprefill.errors import MaskError, printed
-from sparseprefill.mask.geometry import Geometry, kept_by_sizes, span
+from sparseprefill.mask.geometry import Geometry, in_a_mode, kept_by_sizes, span
 from sparseprefill.pages import odd_layout
 
 
@@ -36,7 +37,8 @@ class IndexLists:
     Rows may share storage (a full mask needs one `arange`); entries behind a count are never read. On a GPU with
     Triton no constructor reads a value on the host, so building lists does not synchronise with the device.
     same_heads: the maker's word that all heads of a batch row have the same lists. whole: that no tile in reach is left
-    out, which speed alone depends on.
+    out, which speed alone depends on. sound: that lists are ascending and distinct, as those that the constructors here
+    make; others are looked at on a CPU when a mask of them is counted or computed.
     """
 
     counts: Tensor
@@ -44,6 +46,7 @@ class IndexLists:
     indices: Tensor
     same_heads: bool = field(default=False, kw_only=True)
     whole: bool = field(default=False, kw_only=True)
+    sound: bool = field(default=False, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         wanted = (("counts", torch.int32), ("offsets", torch.int64), ("indices", torch.int32))
@@ -51,8 +54,8 @@ class IndexLists:
             x = getattr(self, name)
             if not isinstance(x, Tensor) or x.dtype != dtype:
                 raise MaskError(f"IndexLists.{name} is {getattr(x, 'dtype', type(x).__name__)}: pass {dtype}")
-            if odd := odd_layout(x):
-                raise MaskError(f"IndexLists.{name} is {odd}: pass a plain tensor of {dtype}")
+            if x.is_nested or x.layout != torch.strided:
+                raise MaskError(f"IndexLists.{name} is {odd_layout(x)}: pass a plain tensor of {dtype}")
         if self.counts.dim() != 3 or self.counts.shape != self.offsets.shape or self.indices.dim() != 1:
             shapes = tuple(tuple(getattr(self, name).shape) for name, _ in wanted)
             raise MaskError(f"IndexLists shapes are {shapes}: pass counts and offsets [B, H, R] and indices [L]")
@@ -79,12 +82,12 @@ class IndexLists:
         if kernels.serve(keep):
             from sparseprefill.kernels.lists.maps import encode_map
 
-            return cls(*encode_map(keep), same_heads=keep.stride(1) == 0)
+            return cls(*encode_map(keep), same_heads=keep.stride(1) == 0, sound=True)
         counts = keep.sum(-1, dtype=torch.int32)
         indices = keep.flatten(0, 2).nonzero()[:, 1].to(torch.int32)
         ends = counts.flatten().cumsum(0)
         offsets = (ends - counts.flatten()).view(counts.shape)
-        return cls(counts, offsets, indices if indices.numel() else indices.new_zeros(1))
+        return cls(counts, offsets, indices if indices.numel() else indices.new_zeros(1), sound=True)
 
     @classmethod
     def from_ranges(cls, first: Tensor, last: Tensor, heads: int, width: int) -> IndexLists:
@@ -97,7 +100,7 @@ class IndexLists:
         if kernels.serve(first):
             from sparseprefill.kernels.lists.maps import encode_ranges
 
-            return cls(*encode_ranges(first, last, heads, width), same_heads=True)
+            return cls(*encode_ranges(first, last, heads, width), same_heads=True, sound=True)
         sizes = (last - first).clamp(min=0)
         ends = sizes.cumsum(-1)
         slot = torch.arange(width, device=first.device)
@@ -107,7 +110,8 @@ class IndexLists:
         counts = ends[..., -1].to(torch.int32)[:, None].expand(-1, heads, -1).contiguous()
         offsets = (torch.arange(batch * rows, device=first.device) * width).view(batch, 1, rows)
         indices = (begin + slot).to(torch.int32)
-        return cls(counts, offsets.expand(-1, heads, -1).contiguous(), indices.reshape(-1), same_heads=True)
+        offsets = offsets.expand(-1, heads, -1).contiguous()
+        return cls(counts, offsets, indices.reshape(-1), same_heads=True, sound=True)
 
     @classmethod
     def full(cls, geometry: Geometry, tile_q: int, tile_k: int) -> IndexLists:
@@ -115,13 +119,13 @@ class IndexLists:
 
         Without padding all calls of the same sizes, such as a model's layers, share one answer: nobody may write to it.
         """
-        return cls(*_every(geometry, tile_q, tile_k), same_heads=True, whole=True)
+        return cls(*_every(geometry, tile_q, tile_k), same_heads=True, whole=True, sound=True)
 
     @classmethod
     def empty(cls, batch: int, heads: int, rows: int, device: torch.device) -> IndexLists:
         """Lists that select nothing."""
         zeros = torch.zeros(batch, heads, rows, dtype=torch.int32, device=device)
-        return cls(zeros, zeros.to(torch.int64), zeros.new_zeros(1))
+        return cls(zeros, zeros.to(torch.int64), zeros.new_zeros(1), sound=True)
 
     @classmethod
     def joined(cls, parts: Sequence[IndexLists], dim: int) -> IndexLists:
@@ -129,7 +133,8 @@ class IndexLists:
         ends = accumulate((part.indices.numel() for part in parts), initial=0)
         offsets = [part.offsets + end for part, end in zip(parts, ends, strict=False)]
         counts = [part.counts for part in parts]
-        return cls(torch.cat(counts, dim), torch.cat(offsets, dim), torch.cat([part.indices for part in parts]))
+        indices, sound = torch.cat([part.indices for part in parts]), all(part.sound for part in parts)
+        return cls(torch.cat(counts, dim), torch.cat(offsets, dim), indices, sound=sound)
 
     def to_map(self, columns: int, ratio: int = 1) -> Tensor:
         """bool ``[B, H, R, columns]``. ratio: columns that an entry stands for, side by side."""
@@ -169,7 +174,7 @@ class IndexLists:
         """
         if self.indices.numel() == 0:
             return torch.zeros_like(self.counts, dtype=torch.bool)
-        falls = torch.nn.functional.pad((self.indices[1:] <= self.indices[:-1]).cumsum(0), (1, 0))
+        falls = functional.pad((self.indices[1:] <= self.indices[:-1]).cumsum(0), (1, 0))
         some = self.counts > 0
         first = torch.where(some, self.offsets, 0)
         last = torch.where(some, self.offsets + self.counts - 1, 0)
@@ -179,7 +184,7 @@ class IndexLists:
     def for_group(self, group: int) -> IndexLists:
         """Each head's lists for `group` neighbouring heads: ``[B, H * group, R]``, in the same storage."""
         counts, offsets = (x.repeat_interleave(group, dim=1) for x in (self.counts, self.offsets))
-        return IndexLists(counts, offsets, self.indices, same_heads=self.same_heads)
+        return evolve(self, counts=counts, offsets=offsets)
 
     def filled(self, rows: Tensor, geometry: Geometry, tile_q: int, tile_k: int) -> IndexLists:
         """Lists of tiles with every tile in reach for some query tiles, bool ``[B, R]``; those share one `arange`."""
@@ -235,6 +240,25 @@ def _every(geometry: Geometry, tile_q: int, tile_k: int) -> tuple[Tensor, Tensor
     return counts.expand(shape).contiguous(), first.expand(shape).contiguous(), every
 
 
+def readable(device: torch.device) -> bool:
+    """Whether values may be looked at: on a CPU, where nothing waits for it, and in no mode in which there are none."""
+    return device.type == "cpu" and not kernels.serve_device(device) and not in_a_mode()
+
+
+def _check_order(first: Tensor, last: Tensor) -> None:
+    """MaskError for ranges of a row that overlap or descend; on a CPU alone."""
+    if not readable(first.device):
+        return
+    some = first < last
+    before = functional.pad(torch.where(some, last, 0).cummax(-1).values, (1, -1)) if last.shape[-1] else last
+    wrong = (some & (first < before)).any(-1)
+    if bool(wrong.any()):
+        batch, row = wrong.nonzero()[0].tolist()
+        shown = list(zip(first[batch, row].tolist(), last[batch, row].tolist(), strict=True))
+        remedy = "pass ranges from 0 on that ascend and do not overlap, [begin, end)"
+        raise MaskError(f"first and last of batch row {batch}, row {row} are {printed(shown)}: {remedy}")
+
+
 def _check_ranges(first: object, last: object, width: object) -> None:
     for name, x in (("first", first), ("last", last)):
         if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64):
@@ -243,5 +267,6 @@ def _check_ranges(first: object, last: object, width: object) -> None:
             raise MaskError(f"{name} has shape {tuple(x.shape)}: pass [B, R, P], P ranges per row")
     if isinstance(first, Tensor) and isinstance(last, Tensor) and first.shape != last.shape:
         raise MaskError(f"last has shape {tuple(last.shape)}: pass first's, {tuple(first.shape)}")
+    _check_order(first, last)
     if not isinstance(width, int) or isinstance(width, bool) or width < 0:
         raise MaskError(f"width is {printed(width)}: pass the number of entries of the longest list, an integer >= 0")

@@ -9,14 +9,14 @@ from operator import or_
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import evolve, field, frozen
+from attrs import Factory, evolve, field, frozen
 from torch import Tensor
 from torch.nn import functional
 
 from sparseprefill.errors import MaskError, printed
 from sparseprefill.mask import count
-from sparseprefill.mask.geometry import Geometry, in_a_mode, kept_by_sizes, regrid, rows_around
-from sparseprefill.mask.lists import Blocks, IndexLists
+from sparseprefill.mask.geometry import Geometry, kept_by_sizes, regrid, rows_around
+from sparseprefill.mask.lists import Blocks, IndexLists, readable
 from sparseprefill.mask.tile_map import Rows, TileMap, rows_map
 from sparseprefill.pages import odd_layout
 
@@ -30,6 +30,10 @@ LARGEST = 1 << 31
 """No tile, group or picture reaches it."""
 SHADED = 16
 """Query rows that stand for a cell of a picture."""
+
+
+def _is_doubtful(mask: SparseMask) -> bool:
+    return any(isinstance(lists, IndexLists) and not lists.sound for lists in (mask._tiles, mask.stripes))
 
 
 @frozen(eq=False)
@@ -46,6 +50,7 @@ class SparseMask:
     stripes: lists ``[B, Hq, G]`` of column indices per group of query tiles, or None.
     stripe_width: tokens of a column, which divide `tile_k`; 1 for single keys.
     disjoint: the maker's word that no stripe lies in a selected tile of its group; spares executors the test.
+    doubtful: whether there are lists that nobody said to be `sound`.
     """
 
     geometry: Geometry
@@ -56,6 +61,7 @@ class SparseMask:
     stripes: IndexLists | None = None
     disjoint: bool = field(default=False, kw_only=True)
     stripe_width: int = field(default=1, kw_only=True)
+    doubtful: bool = field(init=False, repr=False, default=Factory(_is_doubtful, takes_self=True))
 
     def __attrs_post_init__(self) -> None:
         for name in ("tile_q", "tile_k", "group", "stripe_width"):
@@ -301,7 +307,8 @@ class SparseMask:
     def pairs(self) -> Tensor:
         """int64 ``[B, Hq]`` on the mask's device: allowed pairs selected. Nothing is read on the host but on a CPU,
         where lists that are no ascending, distinct indices are refused: MaskError."""
-        _ = self.lists_hold
+        if self.doubtful:
+            _ = self.looked_at
         sizes = (self.tile_q, self.tile_k, self.group, self.stripe_width)
         return count.pairs(self.geometry, sizes, self.tiles, self.stripes, disjoint=self.disjoint)
 
@@ -455,16 +462,10 @@ class SparseMask:
                 raise MaskError(f"{_wanted(name, bound)}: {shown} {printed(lists.row(batch, head, row).tolist())}")
 
     @cached_property
-    def lists_hold(self) -> bool:
-        """Whether lists were looked at and found right, once: MaskError as of `check`.
-
-        On a CPU alone, and outside of dispatch modes, in which numbers may be none; of maps and of `full` nothing is
-        looked at, which are lists of our own making.
-        """
-        made = isinstance(self._tiles, TileMap) or self._tiles is None or self._tiles.whole
-        if self.geometry.device.type != "cpu" or in_a_mode() or (made and self.stripes is None):
-            return False
-        self.check()
+    def looked_at(self) -> bool:
+        """True. Looks at lists that need not be `sound`, once, where they are `readable`: MaskError as of `check`."""
+        if readable(self.geometry.device):
+            self.check()
         return True
 
 
@@ -527,9 +528,10 @@ def _pair(tile: int | tuple[int, int], name: str = "tile") -> tuple[int, int]:
 
 
 def _broadcast(keep: Tensor, shape: tuple[int, int, int, int], axes: str) -> Tensor:
-    odd = odd_layout(keep) if isinstance(keep, Tensor) else type(keep).__name__
-    if odd or keep.dtype != torch.bool:
-        raise MaskError(f"keep is {odd or keep.dtype}: pass a bool tensor")
+    if not isinstance(keep, Tensor):
+        raise MaskError(f"keep is {type(keep).__name__}: pass a bool tensor")
+    if keep.dtype != torch.bool or keep.is_nested or keep.layout != torch.strided:
+        raise MaskError(f"keep is {odd_layout(keep) or keep.dtype}: pass a bool tensor")
     try:
         return keep.expand(shape)
     except RuntimeError:

@@ -19,8 +19,7 @@ from sparseprefill import kernels
 from sparseprefill.errors import MaskError, printed
 from sparseprefill.mask.geometry import Geometry, kept_by_sizes, reachable_map, regrid
 from sparseprefill.mask.lists import IndexLists
-from sparseprefill.pages import odd_layout
-from sparseprefill.validate import WIDEST, is_whole
+from sparseprefill.validate import WIDEST
 
 if TYPE_CHECKING:
     from sparseprefill.kernels.lists.maps import Rules
@@ -112,33 +111,46 @@ def _rows_between(geometry: Geometry, tile_q: int, first: int, behind: int) -> T
 
 def _is_rows(value: object) -> bool:
     if isinstance(value, Tensor):
-        return not odd_layout(value) and value.dtype == torch.int32 and value.dim() == 2 and value.shape[1] == 2
-    return isinstance(value, tuple) and len(value) == 2 and all(is_whole(one, -WIDEST) for one in value)
+        return not value.is_nested and value.dtype == torch.int32 and value.dim() == 2 and value.shape[1] == 2
+    return (
+        isinstance(value, tuple)
+        and len(value) == 2
+        and all(isinstance(one, int) and not isinstance(one, bool) and abs(one) < WIDEST for one in value)
+    )
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < WIDEST
 
 
 def _is_stride(value: object) -> bool:
-    return isinstance(value, Stride) and is_whole(value.every, 1) and is_whole(value.state, 0, WORD)
+    return isinstance(value, Stride) and _is_count(value.every) and value.every > 0 and _is_word(value.state)
+
+
+def _is_word(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= WORD
 
 
 def _is_random(value: object) -> bool:
-    return isinstance(value, Random) and is_whole(value.bound, 1, WORD + 1) and is_whole(value.state, 0, WORD)
+    return isinstance(value, Random) and _is_count(value.bound) and _is_word(value.bound - 1) and _is_word(value.state)
 
 
 def _is_map(value: object) -> bool:
-    return isinstance(value, Tensor) and not odd_layout(value) and value.dtype == torch.bool
+    plain = isinstance(value, Tensor) and not value.is_nested and value.layout == torch.strided
+    return plain and value.dtype == torch.bool
 
 
-RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("keep", lambda x: x is None or _is_map(x), "a bool tensor [B, h, R, C], or None"),
-    *((name, lambda x: is_whole(x, 1), "a positive number of tiles") for name in ("per_row", "per_column")),
-    ("band", lambda x: x is None or is_whole(x), "a number of tiles, an integer from 0, or None"),
-    ("sink", is_whole, "a number of tiles, an integer from 0"),
-    ("dense", lambda x: x is None or _is_rows(x), "two numbers of query tiles, (first, behind), int32 [B, 2], or None"),
-    ("stride", lambda x: x is None or _is_stride(x), "a Stride(every from 1, state from 0 to 2^32 - 1), or None"),
-    ("random", lambda x: x is None or _is_random(x), "a Random(bound 1 to 2^32, state from 0 to 2^32 - 1), or None"),
-    ("first_head", is_whole, "the number of a head, an integer from 0"),
+RULES: tuple[tuple[str, object, Callable[[Any], bool], str], ...] = (
+    ("keep", None, _is_map, "a bool tensor [B, h, R, C], or None"),
+    *((name, 1, lambda x: _is_count(x) and x > 0, "a positive number of tiles") for name in ("per_row", "per_column")),
+    ("band", None, _is_count, "a number of tiles, an integer from 0, or None"),
+    ("sink", 0, _is_count, "a number of tiles, an integer from 0"),
+    ("dense", None, _is_rows, "two numbers of query tiles, (first, behind), int32 [B, 2], or None"),
+    ("stride", None, _is_stride, "a Stride(every from 1, state from 0 to 2^32 - 1), or None"),
+    ("random", None, _is_random, "a Random(bound 1 to 2^32, state from 0 to 2^32 - 1), or None"),
+    ("first_head", 0, _is_count, "the number of a head, an integer from 0"),
 )
-"""Fields of a `TileMap`, what fits, and what to pass."""
+"""Fields of a `TileMap`, their defaults, what fits, and what to pass."""
 
 
 @frozen(eq=False, kw_only=True)
@@ -166,9 +178,9 @@ class TileMap:
     first_head: int = 0
 
     def __attrs_post_init__(self) -> None:
-        for name, fits, remedy in RULES:
+        for name, usual, fits, remedy in RULES:
             value = getattr(self, name)
-            if not fits(value):
+            if value is not usual and not fits(value):
                 raise MaskError(f"TileMap.{name} is {printed(value)}: pass {remedy}")
         if isinstance(self.dense, Tensor) and (self.dense.shape[0], self.dense.device) != (
             self.geometry.batch,

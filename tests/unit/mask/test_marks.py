@@ -455,7 +455,7 @@ def test_the_keys_that_every_row_of_a_tile_sees(width: int, window: int | None) 
             assert not (of.any(0) & ~inside & ~beside).any()
             some = of.any(0).nonzero()
             assert last + 1 == edges[0][1] == int(some[-1]) + 1
-            assert edges[1:] == ([] if geometry.window is None else [(int(some[0]), low)])
+            assert edges[1:] == ([] if window is None else [(int(some[0]), low)])
             whole = [at for at in range(0, 31 - width, width) if of[:, at : at + width].all()]
             assert all(low <= at and at + width <= high for at in whole)
 
