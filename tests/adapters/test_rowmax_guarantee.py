@@ -101,7 +101,7 @@ def weights(head: Head, query: int, block: int, tiles: int) -> Tensor:
 @pytest.mark.usefixtures("_one_tokenizer")
 def test_the_command_counts_on_the_embedded_model() -> None:
     done = CliRunner().invoke(
-        app, ["--tokens", "2048", "--layer", "5", "--eps", "0.1", "--threads", "1", "--json", "-"]
+        app, ["--device", "cpu", "--tokens", "2048", "--layer", "5", "--eps", "0.1", "--threads", "1", "--json", "-"]
     )
     assert 0 == done.exit_code, done.output
     found = json.loads(done.stdout)
