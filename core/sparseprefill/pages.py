@@ -157,6 +157,9 @@ class _Taken(torch.autograd.Function):
         return made.index_put((ctx.page, ctx.slot), gradient, accumulate=True), None, None
 
 
+TAKE: Any = _Taken.apply
+
+
 def _gather(x: Tensor, table: Tensor, length: int, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     if kernels.serve(x) and not x.requires_grad:
         from sparseprefill.kernels.gather import gather_pages
@@ -168,8 +171,9 @@ def _gather(x: Tensor, table: Tensor, length: int, scale: Tensor | None, dtype: 
 def _at(x: Tensor, table: Tensor, index: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Rows ``[1, Hkv, n, D]`` of the keys `index`: a view of tokens, whose heads stand side by side."""
     page, slot = table[index // x.shape[1]].long(), index % x.shape[1]
+    taken: Tensor
     if x.requires_grad:
-        taken = _Taken.apply(x, page, slot)
+        taken = TAKE(x, page, slot)
     else:
         raw = x.view(torch.uint8) if x.dtype in FP8 else x  # fp8 has no indexing everywhere
         taken = raw[page, slot].view(x.dtype)
@@ -188,8 +192,7 @@ def check_index(index: object, rows: tuple[int, ...], length: int, device: torch
 
     Its values are looked at on the CPU alone.
     """
-    plain = isinstance(index, Tensor) and not odd_layout(index)
-    kind = plain and (index.dtype, index.device) == (torch.int64, device)
+    kind = isinstance(index, Tensor) and not odd_layout(index) and (index.dtype, index.device) == (torch.int64, device)
     if not isinstance(index, Tensor) or not kind or index.dim() != len(rows) + 1 or index.shape[:-1] != rows:
         wanted = ", ".join(map(str, (*rows, "n")))
         raise InvalidCallError("index", printed(index), f"pass an int64 tensor [{wanted}] on {device}")
@@ -234,8 +237,11 @@ def _check_cache(pages: Pages) -> None:
     for name, scale in (("k_scale", pages.k_scale), ("v_scale", pages.v_scale)):
         if scale is None:
             continue
-        plain = isinstance(scale, Tensor) and not odd_layout(scale)
-        kind = plain and (scale.dtype, scale.device) == (torch.float32, k.device)
+        kind = (
+            isinstance(scale, Tensor)
+            and not odd_layout(scale)
+            and (scale.dtype, scale.device) == (torch.float32, k.device)
+        )
         if kind and scale.requires_grad:
             raise InvalidCallError(f"pages.{name}", "a tensor that requires a gradient", "pass it detached")
         if not kind or scale.numel() != 1:

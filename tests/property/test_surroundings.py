@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import sparseprefill as sp
 from helpers.build import int32, make, random_mask
+from helpers.examples import SCOPES
 from sparseprefill.executors.dense import dense
 from sparseprefill.metrics import watched_recall
 from sparseprefill.refiners.recall import KeptWhole
@@ -123,7 +124,7 @@ def small(name: str) -> sp.Pipeline:
 
 
 def prefill(pipeline: sp.Pipeline, call: sp.AttentionCall) -> list[sp.Result]:
-    """A prompt of two layers in two chunks, with one Memory, by way of `run`; and its last layer once more by steps."""
+    """A prompt of two layers in two chunks, with one Memory; whole where rows have starts."""
     grain, found = pipeline.grain, []
     cut = call.q.shape[2] // 2 if grain is None else min(grain, call.q.shape[2] - 1)
     memory, offset = sp.Memory(), call.kv_len - call.q.shape[2]
@@ -140,16 +141,25 @@ def prefill(pipeline: sp.Pipeline, call: sp.AttentionCall) -> list[sp.Result]:
     return found
 
 
-@around
-@pytest.mark.parametrize("name", METHODS)
+FIRST = ("bfloat16", "default float64", "default device meta")
+
+
+def cases() -> Iterator[Any]:
+    """Every method within what makes the largest difference; a few within the rest, and with ``-m thorough`` all."""
+    for name in METHODS:
+        for word, entered in AROUND.items():
+            later = word not in FIRST and name not in SCOPES.values()
+            yield pytest.param(name, entered, id=f"{name}-{word}", marks=[pytest.mark.thorough] if later else [])
+
+
+@pytest.mark.parametrize(("name", "around"), cases())
 def test_a_prefill(name: str, around: Callable[[], AbstractContextManager[Any]]) -> None:
     pipeline = small(name)
-    for call in CALLS.values():
-        unchanged(partial(prefill, pipeline, call), around)
+    for word in ("plain", "starts"):
+        unchanged(partial(prefill, pipeline, CALLS[word]), around)
 
 
-@around
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(("name", "around"), cases())
 def test_an_estimator_alone(name: str, around: Callable[[], AbstractContextManager[Any]]) -> None:
     pipeline = small(name)
     for call in CALLS.values():
@@ -237,22 +247,24 @@ def test_contracts_hold_within(around: Callable[[], AbstractContextManager[Any]]
 
 
 def faked(call: sp.AttentionCall, mode: FakeTensorMode) -> sp.AttentionCall:
-    return evolve(call, **{name: mode.from_tensor(getattr(call, name)) for name in ("q", "k", "v")})
+    made: dict[str, Any] = {name: mode.from_tensor(getattr(call, name)) for name in ("q", "k", "v")}
+    return evolve(call, **made)
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_call_of_fake_tensors_leaves_nothing_behind(name: str) -> None:
-    """Nor takes anything: of sizes that no call had before, and of sizes that one had."""
-    pipeline = small(name)
-    call = make(151 + METHODS.index(name), heads=4, kv_heads=2, kind="stripes")
-    for corrector in (None, *CORRECTORS.values()):
-        made = pipeline.with_corrector(corrector).with_recall(0.9)
-        with FlopCounterMode(display=False):
-            expected = tensors_of(made.run(call))  # by nothing that is kept
+    """Of sizes that no call had before it, and of sizes that one had: real calls of them come out the same."""
+    for number, corrector in enumerate((None, *CORRECTORS.values())):
+        pipeline = small(name).with_corrector(corrector).with_recall(0.9)
+        call = make(151 + 3 * METHODS.index(name) + number, heads=4, kv_heads=2, kind="stripes")
+        found = []
         for _ in range(2):
             with FakeTensorMode() as mode, suppress(sp.StageError):  # most methods read values on a CPU
-                made.run(faked(call, mode))
-            actual = tensors_of(made.run(call))
+                pipeline.run(faked(call, mode))
+            found.append(tensors_of(pipeline.run(call)))
+        with FlopCounterMode(display=False):
+            expected = tensors_of(pipeline.run(call))  # by nothing that is kept
+        for actual in found:
             assert all(torch.equal(*pair) for pair in zip(expected, actual, strict=True))
 
 

@@ -265,8 +265,9 @@ def _check_ranges(first: object, last: object, width: object) -> None:
             raise MaskError(f"{name} is {getattr(x, 'dtype', type(x).__name__)}: pass an int64 tensor [B, R, P]")
         if x.dim() != 3:
             raise MaskError(f"{name} has shape {tuple(x.shape)}: pass [B, R, P], P ranges per row")
-    if isinstance(first, Tensor) and isinstance(last, Tensor) and first.shape != last.shape:
-        raise MaskError(f"last has shape {tuple(last.shape)}: pass first's, {tuple(first.shape)}")
-    _check_order(first, last)
+    if isinstance(first, Tensor) and isinstance(last, Tensor):
+        if first.shape != last.shape:
+            raise MaskError(f"last has shape {tuple(last.shape)}: pass first's, {tuple(first.shape)}")
+        _check_order(first, last)
     if not isinstance(width, int) or isinstance(width, bool) or width < 0:
         raise MaskError(f"width is {printed(width)}: pass the number of entries of the longest list, an integer >= 0")

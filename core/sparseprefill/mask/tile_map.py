@@ -136,8 +136,9 @@ def _is_random(value: object) -> bool:
 
 
 def _is_map(value: object) -> bool:
-    plain = isinstance(value, Tensor) and not value.is_nested and value.layout == torch.strided
-    return plain and value.dtype == torch.bool
+    if not isinstance(value, Tensor) or value.is_nested or value.layout != torch.strided:
+        return False
+    return value.dtype == torch.bool
 
 
 RULES: tuple[tuple[str, object, Callable[[Any], bool], str], ...] = (
