@@ -170,8 +170,8 @@ def _restated(
     made += ids[done:]
     inside = [_moved(one, sum(len(each.ids) for each in put if each.at <= one.first)) for one in given]
     inside += [one for one in spans if one.family != "copies"]
-    copies = tuple(one for one in spans if one.family == "copies")
-    return Prompt(prompt.name, tuple(made), tuple(inside), copies)
+    restated = tuple(one for one in spans if one.family == "copies")
+    return Prompt(prompt.name, tuple(made), tuple(inside), restated)
 
 
 @frozen
@@ -232,7 +232,7 @@ def _docs() -> list[Callable[[], str]]:
     from pydoc_data.topics import topics
 
     made: list[Callable[[], str]] = [lambda key=key: f"{topics[key]}\n\n" for key in sorted(topics)]  # type: ignore[misc]
-    return made + [lambda path=path: _docstrings(path) for path in _sources()]  # type: ignore[misc]
+    return made + [lambda path=path: _docstrings(path) for path in _sources()]
 
 
 def _docstrings(path: Path) -> str:
@@ -257,7 +257,8 @@ def _notes() -> list[Callable[[], str]]:
 
 
 def _description(one: metadata.Distribution) -> str:
-    text = one.metadata.get_payload() or one.metadata["Description"] or ""
+    found: Any = one.metadata  # an email.message.Message, whose body the types do not know
+    text = found.get_payload() or found["Description"] or ""
     return f"{one.metadata['Name']}\n\n{text}\n\n" if isinstance(text, str) and len(text) > 400 else ""
 
 
@@ -272,14 +273,16 @@ def _listed(path: Path) -> str:
             **{"file": path.name, "line": node.lineno, "name": node.name},
             "parameters": [one.arg for one in node.args.args],
             **{"lines": (node.end_lineno or node.lineno) - node.lineno + 1},
-            "calls": sorted({one.func.id for one in ast.walk(node) if _names(one)})[:6],
+            "calls": sorted(_called(node))[:6],
         }
         lines.append(json.dumps(record))
     return "".join(f"{line}\n" for line in lines)
 
 
-def _names(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+def _called(node: ast.AST) -> set[str]:
+    """Names of the functions that are called in a piece of code."""
+    calls = (one.func for one in ast.walk(node) if isinstance(one, ast.Call))
+    return {one.id for one in calls if isinstance(one, ast.Name)}
 
 
 KINDS: Mapping[str, Callable[[], list[Callable[[], str]]]] = {

@@ -114,7 +114,11 @@ def _layers(whole: Any, text: Any, sizes: ModelIdentity) -> Iterator[tuple[int, 
     attention = ENCODER if _looks_ahead(whole, text) else DECODER
     usual = SLIDING[0] if getattr(text, "sliding_window", None) is not None else ""
     softcap = float(getattr(text, "attn_logit_softcapping", None) or 0)
-    sinks = torch.zeros(sizes.heads, dtype=torch.float32, device="cpu") if getattr(text, "model_type", "") == "gpt_oss" else None
+    sinks = (
+        torch.zeros(sizes.heads, dtype=torch.float32, device="cpu")
+        if getattr(text, "model_type", "") == "gpt_oss"
+        else None
+    )
     given = {
         "attn_type": attention,
         "alibi_slopes": [] if _alibi(text) else None,

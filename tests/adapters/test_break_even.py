@@ -135,7 +135,9 @@ def test_auto_without_a_table_keeps_short_prompts_dense_and_says_so(
     assert "no break-even table for cpu: dense by the built-in rule (sparse from " in reason
     assert "measure a table with sparseprefill calibrate, or pass gate=None to run every call sparse" in reason
     assert "the built-in rule (sparse from" in report.gate
-    (record,) = (one for one in caplog.records if one.levelno >= logging.WARNING)  # nothing of so small a model can ever run sparse
+    (record,) = (
+        one for one in caplog.records if one.levelno >= logging.WARNING
+    )  # nothing of so small a model can ever run sparse
     assert "up to 512 tokens every call stays dense: no break-even table for cpu" in record.getMessage()
 
 
