@@ -147,7 +147,8 @@ def test_each_restated_token_counts_beside_dense_s() -> None:
     assert dense == Copies(3, 4, math.inf, 3)
     assert copied(prompt, Given(logits[:3]), dense) == Copies(1, 2, math.inf, 3)  # type: ignore[arg-type]
     assert copied(Prompt("p", (1, 2)), Given(logits)) is None  # type: ignore[arg-type]
-    assert [True, False, False] == [one.telling for one in (Copies(3, 4, 0.0, 3), Copies(1, 4, 0.0, 1), Copies())]
+    telling = [one.telling for one in (Copies(3, 4, 0.0, 3), Copies(1, 4, 0.0, 1), Copies())]
+    assert telling == [True, False, False]
 
 
 def outcomes_of(model: Any, tokenizer: Any, tokens: int, *contenders: Contender) -> list[Outcome]:
