@@ -61,7 +61,8 @@ class AnchorEstimator:
         if kernels.serve(call.q) and call.q.dtype != torch.float64:
             from . import kernels as gpu
 
-            lists = IndexLists(*gpu.stripes(call, regions, state.m, self.theta, use_anchor=self.use_anchor))
+            found = gpu.stripes(call, regions, state.m, self.theta, use_anchor=self.use_anchor)
+            lists = IndexLists(*found, sound=True)
         else:
             lists = stripes(call, regions, state.m, self.theta, use_anchor=self.use_anchor)
         mask = SparseMask(geometry, region.tile_q, region.tile_k, group=regions.step, stripes=lists, disjoint=True)

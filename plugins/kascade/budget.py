@@ -104,7 +104,7 @@ def _own(geometry: Geometry, budget: Budget) -> IndexLists:
     shape = (-1, geometry.heads, -1)
     counts = (behind - first).clamp(min=0).to(torch.int32)[:, None].expand(shape).contiguous()
     indices = torch.arange(geometry.tile_columns(size), dtype=torch.int32, device=geometry.device)
-    return IndexLists(counts, first[:, None].expand(shape).contiguous(), indices, same_heads=True)
+    return IndexLists(counts, first[:, None].expand(shape).contiguous(), indices, same_heads=True, sound=True)
 
 
 @frozen(eq=False)

@@ -62,7 +62,7 @@ class Selection:
             return self.lists, missing
         index = _index(tuple(head - self.first for head in taken), self.lists.counts.device)
         counts, offsets = self.lists.counts[:, index], self.lists.offsets[:, index]
-        return IndexLists(counts, offsets, self.lists.indices), missing
+        return IndexLists(counts, offsets, self.lists.indices, sound=self.lists.sound), missing
 
 
 @frozen(eq=False)

@@ -53,9 +53,8 @@ def choose(call: AttentionCall, budget: Budget, count: int) -> IndexLists:
     spot = torch.arange(batch * call.kv_heads, device=geometry.device).view(batch, call.kv_heads, 1) * layout.size
     offsets = spot + layout.offsets
     counts = layout.columns.to(torch.int32)[:, None].expand(-1, call.kv_heads, -1).contiguous()
-    lists = IndexLists(
-        counts, offsets, torch.empty(batch * call.kv_heads * layout.size + 1, dtype=torch.int32, device=geometry.device)
-    )
+    room = torch.empty(batch * call.kv_heads * layout.size + 1, dtype=torch.int32, device=geometry.device)
+    lists = IndexLists(counts, offsets, room, sound=True)
     last = (geometry.q_offset // budget.tile + tiles - 1) * budget.tile  # no tile of any batch row begins behind
     if last <= 0 or layout.size == 0:
         return lists

@@ -120,7 +120,7 @@ class Blocks:
         moved = self._moved(lists, *tile)
         counts, offsets = (x[source, :, row].transpose(1, 2) for x in (moved.counts, moved.offsets))
         counts = torch.where(mine[:, None], counts, 0).contiguous()
-        return IndexLists(counts, offsets.contiguous(), moved.indices)
+        return IndexLists(counts, offsets.contiguous(), moved.indices, sound=moved.sound)
 
     def _moved(self, lists: IndexLists, old: int, new: int) -> IndexLists:
         """Lists in key tiles of `new` tokens (from `old`), at the places of the whole call's keys."""
@@ -135,7 +135,7 @@ class Blocks:
             inside = (column < prefix[row]) | (column + jump[row] < bound)
             part = IndexLists.from_map(keep.repeat_interleave(old // new, dim=-1) & inside)
             moved = part.indices + torch.where(part.indices < prefix[row], 0, jump[row])
-            parts.append(IndexLists(part.counts, part.offsets, moved))
+            parts.append(IndexLists(part.counts, part.offsets, moved, sound=part.sound))
         return IndexLists.joined(parts, 0)
 
 

@@ -51,6 +51,16 @@ def test_small_parameters_are_sparse(name: str) -> None:
     assert (name == "dense") == (density == 1.0)
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_lists_of_our_own_are_not_looked_at_again(name: str) -> None:
+    """On a CPU an executor reads every value of lists that nobody said to be sound."""
+    method = sp.default_registry().get(name)
+    call = max(standard_calls(), key=lambda one: one.q.shape[2])
+    for options in ({}, method.small):
+        plan = method.pipeline(**{**method.stand_in, **options}).run(call).plan
+        assert not any(mask.doubtful for mask in plan.masks)
+
+
 # float64, so that no score lies within rounding of a threshold and two runs choose the same keys.
 DRAWN = calls(dtypes=(torch.float64,), head_dims=(8, 16), max_batch=2, max_heads=4)
 

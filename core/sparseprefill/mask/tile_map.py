@@ -228,7 +228,7 @@ class TileMap:
             from sparseprefill.kernels.lists.maps import encode
 
             same = not self.by_head and (self.keep is None or self.keep.shape[1] == 1)
-            return IndexLists(*encode(*self.kernel_arguments()), same_heads=same)
+            return IndexLists(*encode(*self.kernel_arguments()), same_heads=same, sound=True)
         return IndexLists.from_map(self.resolved)
 
     @cached_property

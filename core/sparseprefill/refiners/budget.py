@@ -167,7 +167,7 @@ def fitted(call: AttentionCall, plan: Plan, tiles: Tiles, width: int) -> tuple[T
         kept.append(maker.by_row(torch.cat([part[0] for part in parts], 2)))
         joined = IndexLists.joined([part[1] for part in parts], 2)
         counts, offsets = (maker.by_row(x[..., None])[..., 0] for x in (joined.counts, joined.offsets))
-        lists.append(IndexLists(counts, offsets, joined.indices))
+        lists.append(IndexLists(counts, offsets, joined.indices, sound=joined.sound))
     return torch.cat(kept, 1), IndexLists.joined(lists, 1)
 
 
@@ -224,7 +224,8 @@ class _Maker:
             offsets.append(here)
             indices.append(index.flatten())
             length += index.numel()
-        return IndexLists(torch.cat(counts, 3).flatten(2), torch.cat(offsets, 3).flatten(2), torch.cat(indices))
+        made = (torch.cat(counts, 3).flatten(2), torch.cat(offsets, 3).flatten(2), torch.cat(indices))
+        return IndexLists(*made, sound=True)
 
     def _first(self, groups: range) -> tuple[Tensor, Tensor]:
         """int64 ``[B, n]``: index of each group on its row's grid, and of the first query tile of it in the call."""
