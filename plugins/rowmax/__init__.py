@@ -2,31 +2,48 @@
 
 from __future__ import annotations
 
-from attrs import field, frozen
+from attrs import Attribute, field, frozen
 
+from sparseprefill.errors import ParameterError, printed
 from sparseprefill.method import Later, Method, hookimpl
-from sparseprefill.validate import flag, multiple_of, number, one_of, whole
+from sparseprefill.validate import flag, is_whole, multiple_of, number, one_of, whole
+
+
+def _columns(config: RowMaxConfig, attribute: Attribute[int | None], value: int | None) -> None:
+    """a power of two that divides block, or none for tiles"""
+    if value is None:
+        return
+    if not is_whole(value, 1) or value & (value - 1) or config.block % value:
+        remedy = f"pass a power of two that divides block, {config.block}, or None for tiles of block keys"
+        raise ParameterError(f"{attribute.name} is {printed(value)}: {remedy}")
 
 
 @frozen(kw_only=True)
 class RowMaxConfig:
     """Settings of `rowmax`.
 
-    eps: share that a key tile's largest logit must have of a row's tiles for the tile to be kept; 0 keeps everything.
+    eps: share that a column's largest logit must have of a row's columns for it to be kept; 0 keeps everything.
     every: one query row in so many is looked at, by one head of its KV group under a union, else by each; 1 looks at
-    all. block: tile size in tokens. sink: keep the first key tile of every row. union: "group" gives all query heads of
-    a KV head what any of them keeps, so that they share the rows to be looked at; "head" keeps for each alone.
-    precision: of the logits that are looked at: "exact", in the call's type, where no tile is dropped in which such a
-    row gives a key `eps` of its softmax; "fp8", which needs an NVIDIA GPU with 8-bit tensor cores and drops a few of
-    those; or "auto", which is fp8 where that can be and exact elsewhere.
+    all. block: rows of a query tile, and keys of a tile, in tokens. width: keys of a column, such as 16, a power of two
+    that divides `block`; None for columns as wide as tiles. sink: keep the first key tile of every row. union: "group"
+    gives all query heads of a KV head what any of them keeps, so that they share the rows to be looked at; "head" keeps
+    for each alone. precision: of the logits that are looked at: "exact", in the call's type, where no column is dropped
+    in which such a row gives a key `eps` of its softmax; "fp8", which needs an NVIDIA GPU with 8-bit tensor cores and
+    drops a few of those; or "auto", which is fp8 where that can be and exact elsewhere.
     """
 
     eps: float = field(default=0.02, validator=number(0.0, 1.0))
     every: int = field(default=2, validator=whole())
     block: int = field(default=128, validator=multiple_of("every"))
+    width: int | None = field(default=None, validator=_columns)
     sink: bool = field(default=True, validator=flag())
     union: str = field(default="group", validator=one_of("head", "group"))
     precision: str = field(default="auto", validator=one_of("auto", "exact", "fp8"))
+
+    @property
+    def column(self) -> int:
+        """Keys of what is kept or dropped whole."""
+        return self.block if self.width is None else self.width
 
 
 @hookimpl
@@ -35,7 +52,7 @@ def sparseprefill_methods() -> list[Method]:
     return [
         Method(
             name="rowmax",
-            summary="tiles to which single query rows give a large enough share",
+            summary="tiles, or narrower columns, to which single query rows give a large enough share",
             config=RowMaxConfig,
             build=Later(f"{__name__}.stages"),
             full={"eps": 0.0},

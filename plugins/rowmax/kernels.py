@@ -1,6 +1,6 @@
-"""Maxima of sampled rows by key tile, and which tiles they keep, in two Triton kernels; a third rounds keys to 8 bits.
+"""Maxima of sampled rows by column, and which columns they keep, in two Triton kernels; a third rounds keys to 8 bits.
 
-No logit is stored: of each sampled row and key tile, the largest is. A scale and a softcap leave the largest of some
+A column is a key tile, or a part of one. No logit is stored: of each sampled row and column, the largest is. A scale and a softcap leave the largest of some
 logits the largest, so products are compared as they come, and only maxima are scaled, capped and exponentiated.
 """
 
@@ -189,6 +189,18 @@ def _row_max(s, PACKED: tl.constexpr):
 
 
 @triton.jit
+def _column_max(s, WIDTH: tl.constexpr, PACKED: tl.constexpr):
+    """[M, N / WIDTH]: largest of each row of s ``[M, N]`` in each column of WIDTH keys."""
+    M: tl.constexpr = s.shape[0]
+    COLUMNS: tl.constexpr = s.shape[1] // WIDTH
+    if not PACKED or WIDTH < 4:
+        return tl.max(tl.reshape(s, [M, COLUMNS, WIDTH]), 2)
+    a, b = tl.split(tl.permute(tl.reshape(s, [M, COLUMNS, 2, WIDTH // 2]), (0, 1, 3, 2)))
+    a, b = tl.split(tl.permute(tl.reshape(_larger(a, b), [M, COLUMNS, 2, WIDTH // 4]), (0, 1, 3, 2)))
+    return tl.max(_larger(a, b), 2)
+
+
+@triton.jit
 def _joined(level, total, m):
     """level, total with one more number: their logarithm is ``level + log2(total)``, -inf as long as total is 0."""
     less = tl.math.exp2(tl.where(m == level, 0.0, -tl.abs(m - level)))
@@ -199,27 +211,60 @@ def _joined(level, total, m):
 
 
 @triton.jit
-def _left(m, level, total, x, line_ptr, factors_ptr, tile, PER: tl.constexpr):
-    """Stores a tile's largest products m as logits; level, total with them."""
+def _all_joined(level, total, m):
+    """level, total of each row with the numbers of m ``[M, N]``, as `_joined`."""
+    top = tl.maximum(level, tl.max(m, 1))
+    at = tl.where(top == float("-inf"), 0.0, top)
+    before = tl.where(level == at, 1.0, tl.math.exp2(level - at))  # also of infinity
+    more = tl.where(m == at[:, None], 1.0, tl.math.exp2(m - at[:, None]))
+    return top, total * before + tl.sum(more, 1)
+
+
+@triton.jit
+def _logits(m, scale, softcap):
+    """Base-2 logits of products m."""
+    m = m * scale
+    if softcap is not None:
+        capped = (2.0 * tl.sigmoid(2.0 * m * LN2 / softcap) - 1.0) * softcap * LOG2E
+        m = tl.where(m == float("-inf"), m, capped)  # what a row does not see is no number to cap
+    return m
+
+
+@triton.jit
+def _left(m, level, total, x, line_ptr, factors_ptr, tile, column, PER: tl.constexpr):
+    """Stores the largest products m ``[M]`` of a column as logits; level, total with them."""
     scale = x.scale
     if factors_ptr is not None:
         scale = scale * tl.load(factors_ptr + tile)
-    m = m * scale
-    if x.softcap is not None:
-        capped = (2.0 * tl.sigmoid(2.0 * m * LN2 / x.softcap) - 1.0) * x.softcap * LOG2E
-        m = tl.where(m == float("-inf"), m, capped)  # what a row does not see is no number to cap
+    m = _logits(m, scale, x.softcap)
     if line_ptr.dtype.element_ty == tl.float16:
         m = tl.minimum(m, LARGEST)
     stored = m.to(line_ptr.dtype.element_ty)
-    tl.store(line_ptr + x.place + tile * PER, stored)
+    tl.store(line_ptr + x.place + column * PER, stored)
     return _joined(level, total, stored.to(tl.float32))
+
+
+@triton.jit
+def _all_left(m, level, total, x, line_ptr, factors_ptr, tile, first, behind, PER: tl.constexpr):
+    """Stores the largest products m ``[M, N]`` of columns from `first` to before `behind`; level, total with them."""
+    scale = x.scale
+    if factors_ptr is not None:
+        scale = scale * tl.load(factors_ptr + tile)
+    m = _logits(m, scale[:, None], x.softcap)
+    if line_ptr.dtype.element_ty == tl.float16:
+        m = tl.minimum(m, LARGEST)
+    stored = m.to(line_ptr.dtype.element_ty)
+    column = (first + tl.arange(0, m.shape[1]))[None, :]
+    tl.store(line_ptr + x.place[:, None] + column * PER, stored, mask=column < behind)
+    return _all_joined(level, total, stored.to(tl.float32))
 
 
 @triton.jit
 def _tiles(
     first, last, level, total, x, keys, line_ptr, factors_ptr, PER: tl.constexpr,
-    MASKED: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr, PACKED: tl.constexpr,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, TYPE: tl.constexpr,
+    PRECISION: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Stores the maxima of the key tiles from `first` to before `last`. x: `Sampled`. keys: `KeySource`.
 
@@ -227,6 +272,7 @@ def _tiles(
     see some key; else each sees all, and all are there.
     """
     parts: tl.constexpr = (BLOCK + BLOCK_N - 1) // BLOCK_N
+    run: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     key = tl.arange(0, BLOCK_N)
     top = tl.max(x.position, 0)
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -252,12 +298,18 @@ def _tiles(
             if WINDOW:
                 seen = seen & (x.position[:, None] - at[None, :] < x.window)
             s = tl.where(seen, s, float("-inf"))
-        m = _row_max(s, PACKED).to(tl.float32)  # [BLOCK_M]
-        if parts > 1:
-            m = tl.where(step % parts == 0, m, tl.maximum(m, best))
-            best = m
-        if parts == 1 or step % parts == parts - 1:  # known when this is compiled, as the other is not
-            level, total = _left(m, level, total, x, line_ptr, factors_ptr, tile, PER)
+        if WIDTH < BLOCK_N and WIDTH < BLOCK:  # a step has several columns, not all of which need be the tile's
+            m = _column_max(s, WIDTH, PACKED).to(tl.float32)  # [BLOCK_M, BLOCK_N / WIDTH]
+            first_column = tile * (BLOCK // WIDTH) + step % parts * (BLOCK_N // WIDTH)
+            behind = (tile + 1) * (BLOCK // WIDTH)
+            level, total = _all_left(m, level, total, x, line_ptr, factors_ptr, tile, first_column, behind, PER)
+        else:
+            m = _row_max(s, PACKED).to(tl.float32)  # [BLOCK_M]
+            if run > 1:
+                m = tl.where(step % run == 0, m, tl.maximum(m, best))
+                best = m
+            if run == 1 or step % run == run - 1:  # known when this is compiled, as the other is not
+                level, total = _left(m, level, total, x, line_ptr, factors_ptr, tile, step // run, PER)
     return level, total
 
 
@@ -267,17 +319,17 @@ def maxima_kernel(
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn,
     scale, softcap, q_offset, q_len, kv_len, window,
     heads, kv_group, first_head, first_tile, blocks, reach, columns, each,
-    BLOCK: tl.constexpr, EVERY: tl.constexpr, SHIFT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, EVERY: tl.constexpr, SHIFT: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     PAGE: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """maxima ``[B, Hq, tiles, reach, PER]``: each sampled row's largest logit (base 2) in each key tile it may see, for
+    """maxima ``[B, Hq, tiles, reach, PER]``: each sampled row's largest logit (base 2) in each column it may see, for
     PER rows of each query tile.
 
-    sums ``[B, Hq, blocks, parts, BLOCK_M]``: log2 of the sum of 2^maximum over the tiles of one program. Sampled rows
+    sums ``[B, Hq, blocks, parts, BLOCK_M]``: log2 of the sum of 2^maximum over the columns of one program. Sampled rows
     are numbered through the query tiles of this launch, from tile `first_tile` of the call on. One program: BLOCK_M of
     them of one query head, and `each` key tiles; heads that share keys lie side by side, and long rows come first.
-    factors_ptr: keys are those of `round_keys_kernel`, by position, and queries are rounded too; or None. What stands there for tiles that a row may not see is nothing to be read.
+    factors_ptr: keys are those of `round_keys_kernel`, by position, and queries are rounded too; or None. What stands there for columns that a row may not see is nothing to be read.
     """
     PER: tl.constexpr = BLOCK // EVERY
     pid = tl.program_id(0)
@@ -322,19 +374,19 @@ def maxima_kernel(
         clear = tl.minimum(clear, tl.maximum(last, first))
         level, total = _tiles(
             first, clear, level, total, x, keys, line_ptr, factors, PER,
-            True, True, BLOCK, BLOCK_M, BLOCK_N, D, BLOCK_D, PAGE, TYPE, PRECISION, PACKED,
+            True, True, BLOCK, WIDTH, BLOCK_M, BLOCK_N, D, BLOCK_D, PAGE, TYPE, PRECISION, PACKED,
         )  # fmt: skip
         crossing = tl.maximum(crossing, clear)
     if BLOCK % BLOCK_N == 0:
         level, total = _tiles(
             clear, crossing, level, total, x, keys, line_ptr, factors, PER,
-            False, False, BLOCK, BLOCK_M, BLOCK_N, D, BLOCK_D, PAGE, TYPE, PRECISION, PACKED,
+            False, False, BLOCK, WIDTH, BLOCK_M, BLOCK_N, D, BLOCK_D, PAGE, TYPE, PRECISION, PACKED,
         )  # fmt: skip
     else:
         crossing = clear
     level, total = _tiles(
         crossing, last, level, total, x, keys, line_ptr, factors, PER,
-        True, WINDOW, BLOCK, BLOCK_M, BLOCK_N, D, BLOCK_D, PAGE, TYPE, PRECISION, PACKED,
+        True, WINDOW, BLOCK, WIDTH, BLOCK_M, BLOCK_N, D, BLOCK_D, PAGE, TYPE, PRECISION, PACKED,
     )  # fmt: skip
     out = ((b * heads + h).to(tl.int64) * blocks + block) * tl.num_programs(1) + tl.program_id(1)
     tl.store(sums_ptr + out * BLOCK_M + tl.arange(0, BLOCK_M), level + tl.math.log2(total))
@@ -344,13 +396,13 @@ def maxima_kernel(
 def choose_kernel(
     chosen_ptr, maxima_ptr, sums_ptr, sinks_ptr, starts_ptr, lengths_ptr, least, q_offset, q_len, kv_len, window,
     heads, kv_group, first_head, first_tile, blocks, reach, rows, columns, parts,
-    BLOCK: tl.constexpr, EVERY: tl.constexpr, SHIFT: tl.constexpr, BLOCK_M: tl.constexpr, MEMBERS: tl.constexpr, UNION: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, EVERY: tl.constexpr, SHIFT: tl.constexpr, BLOCK_M: tl.constexpr,
+    MEMBERS: tl.constexpr, UNION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """chosen ``[B, h, rows, columns]``: which key tiles have a share of 2^least or more for one row of a query tile.
+    """chosen ``[B, h, rows, columns]``: which columns have a share of 2^least or more for one row of a query tile.
 
-    Of a float type: the largest share instead. h: query heads, or with UNION KV heads. One program: COLUMNS key
-    tiles of one query tile, of the MEMBERS heads (a power of two, not all of which need be there) that share an entry;
+    Of a float type: the largest share instead. h: query heads, or with UNION KV heads. One program: COLUMNS columns
+    of one query tile, of the MEMBERS heads (a power of two, not all of which need be there) that share an entry;
     their rows, ROWS of each (a power of two), lie side by side. Long rows come first.
     """
     PER: tl.constexpr = BLOCK // EVERY
@@ -368,11 +420,11 @@ def choose_kernel(
     position, there = _sampled(first_tile * PER + number, first_head + h, queries, PER, BLOCK, EVERY, SHIFT)
     real = real & there
     top = tl.max(tl.where(real, position, -1), 0)
-    end = 0 if top < 0 else top // BLOCK + 1
+    end = 0 if top < 0 else top // WIDTH + 1
     c = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     seen = real[:, None] & (c < end)[None, :]
     if WINDOW:
-        seen = seen & (c[None, :] >= (tl.maximum(position - window + 1, 0) // BLOCK)[:, None])
+        seen = seen & (c[None, :] >= (tl.maximum(position - window + 1, 0) // WIDTH)[:, None])
     level, total = tl.full([MEMBERS * ROWS], float("-inf"), tl.float32), tl.zeros([MEMBERS * ROWS], tl.float32)
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + h, mask=real, other=float("-inf")).to(tl.float32) * LOG2E

@@ -1,4 +1,4 @@
-"""Which tiles sampled rows keep, by kernels: some query tiles at a time, no host synchronisation."""
+"""Which columns sampled rows keep, by kernels: some query tiles at a time, no host synchronisation."""
 
 from __future__ import annotations
 
@@ -66,7 +66,11 @@ def in_8_bits(call: AttentionCall, precision: str) -> bool:
 
 def remark(call: AttentionCall, config: RowMaxConfig) -> str:
     """Why the portable kernel chooses where the one for Hopper would; empty elsewhere."""
-    if not FAILED or not _for_hopper(call, config):
+    if not _for_hopper(call, config):
+        return ""
+    if config.column < config.block:
+        return f"rowmax's kernel for Hopper takes whole tiles alone: the portable one serves width={config.column}"
+    if not FAILED:
         return ""
     error = FAILED[0]
     return f"rowmax's kernel for Hopper does not work here, the portable one serves: {type(error).__name__}: {error}"
@@ -84,7 +88,8 @@ def tile_shares(call: AttentionCall, config: RowMaxConfig) -> Tensor:
 
 def _chosen(call: AttentionCall, config: RowMaxConfig, dtype: torch.dtype) -> Tensor:
     geometry, tile, which = call.geometry, config.block, sampling(config, call.group)
-    rows, columns, per = geometry.tile_rows(tile), geometry.tile_columns(tile), tile // which.stride
+    width, each = config.column, tile // config.column
+    rows, columns, per = geometry.tile_rows(tile), geometry.tile_columns(width), tile // which.stride
     union, group, pairs = config.union == "group", call.group, geometry.batch * geometry.heads
     q = call.q if call.q.stride(-1) == 1 else call.q.contiguous()
     keys, factors = _rounded(call, tile) if in_8_bits(call, config.precision) else (Keys.of(call), None)
@@ -95,7 +100,7 @@ def _chosen(call: AttentionCall, config: RowMaxConfig, dtype: torch.dtype) -> Te
     chosen = torch.empty(geometry.batch, units // geometry.batch, rows, columns, dtype=dtype, device=q.device)
     least = math.log2(config.eps) if config.eps > 0.0 else -math.inf
     before, unit = geometry.q_offset // tile, math.lcm(per, height) // per
-    reach = min(before + rows, columns)
+    reach = min(before + rows, geometry.tile_columns(tile)) * each
     size = max(1, MAXIMA // (pairs * reach * math.lcm(per, height))) * unit
     kind = torch.float32 if factors is None else torch.float16
     tiles = cdiv(cdiv(min(size, rows) * per, height) * height, per)
@@ -104,17 +109,18 @@ def _chosen(call: AttentionCall, config: RowMaxConfig, dtype: torch.dtype) -> Te
     at_once = max(16, min(256, ENTRIES // (members * lines)))
     for first in range(0, rows, size):
         count = min(size, rows - first)
-        blocks, reach = cdiv(count * per, height), min(before + first + count, columns)
-        parts = max(1, min(PROGRAMS // (pairs * blocks), reach // FEWEST))
-        place = (geometry.heads, group, call.first_head, first, blocks, reach)
+        blocks, behind = cdiv(count * per, height), min(before + first + count, geometry.tile_columns(tile))
+        parts = max(1, min(PROGRAMS // (pairs * blocks), behind // FEWEST))
+        place = (geometry.heads, group, call.first_head, first, blocks, behind * each)
         sums = torch.empty(pairs * blocks * parts * height, dtype=torch.float32, device=q.device)
-        numbers = (*sizes, *place, columns, cdiv(reach, parts))
+        numbers = (*sizes, *place, geometry.tile_columns(tile), cdiv(behind, parts))
         _find(call, config, which, used, q, keys, factors, maxima, sums, numbers, parts)
         kernels.choose_kernel[(count, units, cdiv(columns, at_once))](
             chosen.view(torch.int8) if dtype == torch.bool else chosen, maxima, sums, call.sinks, geometry.starts,
             geometry.lengths, least, *sizes, *place, rows, columns, parts,
-            MEMBERS=members, UNION=union, ROWS=lines, COLUMNS=at_once, BLOCK=tile, EVERY=which.stride,
-            SHIFT=which.shift, BLOCK_M=height, WINDOW=geometry.window is not None, num_warps=4, **FUSED,
+            MEMBERS=members, UNION=union, ROWS=lines, COLUMNS=at_once, BLOCK=tile, WIDTH=width,
+            EVERY=which.stride, SHIFT=which.shift, BLOCK_M=height, WINDOW=geometry.window is not None,
+            num_warps=4, **FUSED,
         )  # fmt: skip
     return chosen
 
@@ -138,7 +144,7 @@ def _find(
         "BLOCK_D": block(size),
         "SOFTCAP": call.softcap is not None,
     }
-    hopper = _module() if not FAILED and _for_hopper(call, config) else None
+    hopper = _module() if not FAILED and not remark(call, config) and _for_hopper(call, config) else None
     if hopper is not None:
         try:
             hopper.hopper_maxima_kernel[(pairs * cdiv(blocks, 2), parts)](
@@ -154,7 +160,8 @@ def _find(
     kernels.maxima_kernel[(pairs * blocks, parts)](
         maxima, sums, q, keys.k, keys.table, keys.scale, factors, geometry.starts, geometry.lengths,
         *strides(q), *keys.strides, *numbers,
-        BLOCK=config.block, BLOCK_M=used.block_m, BLOCK_N=min(used.block_n, block(config.block)),
+        BLOCK=config.block, WIDTH=config.column, BLOCK_M=used.block_m,
+        BLOCK_N=min(used.block_n, block(config.block)),
         WINDOW=geometry.window is not None, PRECISION="ieee",
         PACKED=factors is not None and capability(q.device) != (0, 0), **flags, **keys.flags, **used.options,
     )  # fmt: skip

@@ -1,4 +1,6 @@
-"""The largest share that sampled query rows give to each key tile, by PyTorch's products.
+"""The largest share that sampled query rows give to each column of keys, by PyTorch's products.
+
+A column is a key tile, or a part of one.
 
 A row is never averaged with others: where a single row looks something up, its share stands. Of each query tile some
 rows are looked at; which ones changes from tile to tile and from head to head, so that heads of a KV group that share
@@ -28,7 +30,7 @@ ROWS = 4096
 """Sampled rows whose maxima are in memory at once, over batch and heads, where a query tile has no more."""
 
 MAXIMA = 1 << 27
-"""Maxima of rows by key tile that the kernels leave in memory at once, over batch and heads."""
+"""Maxima of rows by column that the kernels leave in memory at once, over batch and heads."""
 
 LINES = 128
 """Rows of a kernel's program, at most."""
@@ -62,16 +64,16 @@ def sampling(config: RowMaxConfig, group: int) -> Sampling:
     return Sampling(config.every * heads, config.every if heads > 1 else 1)
 
 
-def workspace(call: AttentionCall, block: int, stride: int, *, by_kernels: bool) -> int:
-    """Bytes that shares of tiles take, with the maxima, logits and converted keys that are in memory on the way."""
+def workspace(call: AttentionCall, block: int, width: int, stride: int, *, by_kernels: bool) -> int:
+    """Bytes that shares of columns take, with the maxima, logits and converted keys that are in memory on the way."""
     geometry, per = call.geometry, block // stride
-    rows, columns = geometry.tile_rows(block), geometry.tile_columns(block)
+    rows, columns = geometry.tile_rows(block), geometry.tile_columns(width)
     one = geometry.batch * geometry.heads * columns
-    keys = geometry.batch * call.kv_heads * columns * (block * call.q.shape[3] + 4)
+    keys = geometry.batch * call.kv_heads * geometry.tile_columns(block) * (block * call.q.shape[3] + 4)
     if by_kernels:
         return 4 * (one * rows + min(MAXIMA, one * rows * per) + 2 * one * math.lcm(per, LINES)) + keys
     logits = LOGITS_ON_CPU if call.q.device.type == "cpu" else LOGITS
-    return 8 * (one * rows + one * max(ROWS, per) + logits + one * per * block + 2 * keys)
+    return 8 * (one * rows + one * max(ROWS, per) + logits + one * per * width + 2 * keys)
 
 
 def sampled_rows(call: AttentionCall, first: int, last: int, block: int, which: Sampling) -> Rows:
@@ -87,34 +89,38 @@ def sampled_rows(call: AttentionCall, first: int, last: int, block: int, which: 
     return Rows(index, position, real)
 
 
-def shares(call: AttentionCall, block: int, which: Sampling) -> Tensor:
-    """``[B, Hq, R, C]``: the largest share of each key tile for the sampled rows of a query tile.
+def shares(call: AttentionCall, block: int, width: int, which: Sampling) -> Tensor:
+    """``[B, Hq, R, C]``: the largest share of each column of `width` keys for the sampled rows of a query tile.
 
-    With m the largest logit of a row in each key tile, a share is ``exp(m - logsumexp(m))`` over all tiles that the row
-    may see, sinks included: no less than the tile's largest weight in the row's softmax. float32 (float64 for float64
-    calls). Tiles that no sampled row may see have 0.
+    With m the largest logit of a row in each column, a share is ``exp(m - logsumexp(m))`` over all columns that the row
+    may see, sinks included: no less than the column's largest weight in the row's softmax. float32 (float64 for float64
+    calls). Columns that no sampled row may see have 0.
     """
-    geometry, per = call.geometry, block // which.stride
-    rows, columns = geometry.tile_rows(block), geometry.tile_columns(block)
+    geometry, per, each = call.geometry, block // which.stride, block // width
+    rows, tiles = geometry.tile_rows(block), geometry.tile_columns(block)
     pairs = geometry.batch * geometry.heads * per
     size = max(1, ROWS // pairs)
-    width = max(1, (LOGITS_ON_CPU if call.q.device.type == "cpu" else LOGITS) // (pairs * size * block))
-    keys = keys_on_grid(call, columns * block).to(torch.float64 if call.q.dtype == torch.float64 else torch.float32)
-    every = keys.new_zeros(geometry.map_shape(block, block))
+    some_tiles = max(1, (LOGITS_ON_CPU if call.q.device.type == "cpu" else LOGITS) // (pairs * size * block))
+    keys = keys_on_grid(call, tiles * block).to(torch.float64 if call.q.dtype == torch.float64 else torch.float32)
+    every = keys.new_zeros(geometry.map_shape(block, width))
     before = geometry.q_offset // block
     for first in range(0, rows, size):
         last = min(first + size, rows)
         some = sampled_rows(call, first, last, block, which)
         q = torch.gather(call.q, 2, some.index[..., None].expand(-1, -1, -1, call.q.shape[3])).to(keys.dtype)
-        behind = min(before + last, columns)  # rows that start later stand no further
+        behind = min(before + last, tiles)  # rows that start later stand no further
         lowest = max(geometry.q_offset, (before + first) * block)
-        top = keys.new_empty(*some.index.shape, behind)
-        for at in range(0, behind, width):
-            end = min(at + width, behind)
+        top = keys.new_empty(*some.index.shape, behind * each)
+        for at in range(0, behind, some_tiles):
+            end = min(at + some_tiles, behind)
             whole = geometry.starts is None and geometry.window is None and end * block <= lowest + 1
-            tiles = slice(at, end)
-            top[..., tiles] = _maxima(q, keys, tiles, block, None if whole else _hidden(call, some, tiles, block))
-        every[:, :, first:last, :behind] = _shares(call, top, some).unflatten(2, (last - first, per)).amax(3)
+            part = slice(at * block, end * block)
+            top[..., at * each : end * each] = _maxima(
+                q, keys, part, width, None if whole else _hidden(call, some, part)
+            )
+        found = _shares(call, top, some).unflatten(2, (last - first, per)).amax(3)
+        last_column = min(behind * each, every.shape[3])
+        every[:, :, first:last, :last_column] = found[..., :last_column]
     return every
 
 
@@ -131,20 +137,20 @@ def _shares(call: AttentionCall, top: Tensor, rows: Rows) -> Tensor:
     return torch.exp(top - torch.where(lse.isneginf(), 0.0, lse)[..., None])
 
 
-def _maxima(q: Tensor, keys: Tensor, tiles: slice, block: int, hidden: Tensor | None) -> Tensor:
-    """``[B, Hq, n, c]``: the largest product of each row in some key tiles. hidden: bool ``[B, Hq, n, keys]``."""
-    some = keys[:, :, tiles.start * block : tiles.stop * block]
+def _maxima(q: Tensor, keys: Tensor, part: slice, width: int, hidden: Tensor | None) -> Tensor:
+    """``[B, Hq, n, c]``: the largest product of each row in columns of some keys. hidden: bool ``[B, Hq, n, keys]``."""
+    some = keys[:, :, part]
     products = q.unflatten(1, (keys.shape[1], -1)).flatten(2, 3) @ some.transpose(-1, -2)
     products = products.view(*q.shape[:3], -1)
     if hidden is not None:
         products.masked_fill_(hidden, -torch.inf)
-    found: Tensor = products.unflatten(-1, (-1, block)).amax(-1)
+    found: Tensor = products.unflatten(-1, (-1, width)).amax(-1)
     return found
 
 
-def _hidden(call: AttentionCall, rows: Rows, tiles: slice, block: int) -> Tensor:
-    """bool ``[B, Hq, n, keys]``: keys of some tiles that causality and the window hide from a row."""
+def _hidden(call: AttentionCall, rows: Rows, part: slice) -> Tensor:
+    """bool ``[B, Hq, n, keys]``: keys of a part that causality and the window hide from a row."""
     window = call.geometry.window
-    key = torch.arange(tiles.start * block, tiles.stop * block, device=rows.position.device)
+    key = torch.arange(part.start, part.stop, device=rows.position.device)
     distance = rows.position[..., None] - key
     return distance < 0 if window is None else (distance < 0) | (distance >= window)

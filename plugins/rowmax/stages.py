@@ -1,14 +1,16 @@
-"""The estimator: tiles to which a sampled row gives a large enough share."""
+"""The estimator: columns of keys to which a sampled row gives a large enough share."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attrs import frozen
+import torch
+from attrs import evolve, frozen
 from torch import Tensor
 
 from sparseprefill import kernels
 from sparseprefill.call import uncast
+from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.mask.priority import PriorityScores
 from sparseprefill.parts.workspace import default_workspace
@@ -25,9 +27,15 @@ if TYPE_CHECKING:
     from . import RowMaxConfig
 
 
+PER_COLUMN = 8
+"""Bytes for each pair of a query tile and a column: maps of them, and their lists."""
+
+
 @frozen
 class RowMaxEstimator:
-    """Keeps a key tile if its largest logit has a share of `eps` or more for any sampled row of the query tile.
+    """Keeps a column of keys if its largest logit has a share of `eps` or more for any sampled row of the query tile.
+
+    Columns are key tiles, or the narrower ones of `width`, which become stripes.
 
     A query tile's choice depends on its own queries and on keys up to its end.
     """
@@ -59,18 +67,27 @@ class RowMaxEstimator:
         )
 
     def workspace(self, call: AttentionCall) -> int:
-        """Maps of tiles and their lists, and what shares take."""
-        block, stride = self.config.block, sampling(self.config, call.group).stride
-        return default_workspace(call, block) + workspace(call, block, stride, by_kernels=kernels.serve_rows(call.q))
+        """Maps of tiles and columns with their lists, and what shares take."""
+        block, width, stride = self.config.block, self.config.column, sampling(self.config, call.group).stride
+        found = workspace(call, block, width, stride, by_kernels=kernels.serve_rows(call.q))
+        if width < block:
+            geometry = call.geometry
+            columns = geometry.tile_rows(block) * geometry.tile_columns(width)
+            found += geometry.batch * geometry.heads * columns * PER_COLUMN
+        return default_workspace(call, block) + found
 
     @uncast
     def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
-        """Tiles by share, the row's own tile, and the first; the shares are left as priority."""
-        priority = PriorityScores(tiles=self._priority, tile_q=self.config.block, tile_k=self.config.block)
+        """Columns by share, the row's own tile, and the first; the shares are left as priority."""
+        block, width = self.config.block, self.config.column
+        priority = PriorityScores(tiles=self._priority, tile_q=block, tile_k=block)
         if self.config.eps <= 0.0:
-            return Plan(SparseMask.full(call, self.config.block), priority=priority)
-        rules = {"keep": self.kept(call), "band": 0, "sink": int(self.config.sink)}
-        mask = SparseMask.from_rules(call, self.config.block, **rules)
+            return Plan(SparseMask.full(call, block), priority=priority)
+        if width == block:
+            rules = {"keep": self.kept(call), "band": 0, "sink": int(self.config.sink)}
+            mask = SparseMask.from_rules(call, block, **rules)
+        else:
+            mask = self._columns(call, self.kept(call))
         said = ""
         if kernels.serve_rows(call.q):
             from . import launch
@@ -78,8 +95,21 @@ class RowMaxEstimator:
             said = launch.remark(call, self.config)
         return Plan(mask, priority=priority, notes={"rowmax": Remark(said)} if said else {})
 
+    def _columns(self, call: AttentionCall, keep: Tensor) -> SparseMask:
+        """The columns as stripes, but those of the row's own tile and of the first, which are tiles."""
+        geometry, block, width = call.geometry, self.config.block, self.config.column
+        each = block // width
+        tiles = geometry.tiles(block)[:, None, :, None]  # [B, 1, R, 1]
+        column = torch.arange(keep.shape[3], device=keep.device)
+        keep = keep & (column < tiles * each) & (column >= each * int(self.config.sink))
+        if keep.shape[1] != geometry.heads:
+            keep = keep.repeat_interleave(call.group, 1)
+        tiles_kept = SparseMask.from_rules(call, block, band=0, sink=int(self.config.sink))
+        stripes = IndexLists.from_map(keep)
+        return evolve(tiles_kept, stripes=stripes, stripe_width=width, disjoint=True)
+
     def kept(self, call: AttentionCall) -> Tensor:
-        """bool ``[B, Hq, R, C]``, or of KV heads under a union: tiles of a large enough share."""
+        """bool ``[B, Hq, R, C]``, or of KV heads under a union: columns of a large enough share."""
         if kernels.serve_rows(call.q):
             from . import launch
 
@@ -88,7 +118,7 @@ class RowMaxEstimator:
         return ~(self._plain_shares(call) < self.config.eps)
 
     def shares(self, call: AttentionCall) -> Tensor:
-        """float ``[B, Hq, R, C]``, or of KV heads under a union: the largest share that a sampled row gives a tile."""
+        """float ``[B, Hq, R, C]``, or of KV heads under a union: the largest share of a sampled row for a column."""
         if kernels.serve_rows(call.q):
             from . import launch
 
@@ -96,11 +126,14 @@ class RowMaxEstimator:
         return self._plain_shares(call)
 
     def _plain_shares(self, call: AttentionCall) -> Tensor:
-        every = shares(call, self.config.block, sampling(self.config, call.group))
+        every = shares(call, self.config.block, self.config.column, sampling(self.config, call.group))
         return every if self.config.union == "head" else every.unflatten(1, (-1, call.group)).amax(2)
 
     def _priority(self, call: AttentionCall) -> Tensor:
-        found = self.shares(call)
+        """Shares of whole tiles: what their columns have together."""
+        found, each = self.shares(call), self.config.block // self.config.column
+        if each > 1:
+            found = torch.nn.functional.pad(found, (0, -found.shape[3] % each)).unflatten(3, (-1, each)).sum(4)
         return found if self.config.union == "head" else found.repeat_interleave(call.group, 1)
 
 

@@ -284,6 +284,16 @@ def kept_tiles_in_8_bits(call: AttentionCall) -> object:
     return rowmax.kept_tiles(call, RowMaxConfig(union="group", precision="fp8"))
 
 
+def kept_columns(call: AttentionCall) -> object:
+    """rowmax's narrow columns, in the call's type."""
+    return rowmax.kept_tiles(call, RowMaxConfig(union="head", every=4, width=16, precision="exact"))
+
+
+def kept_columns_in_8_bits(call: AttentionCall) -> object:
+    """The same by products of e4m3."""
+    return rowmax.kept_tiles(call, RowMaxConfig(union="head", every=4, width=16, precision="fp8"))
+
+
 READERS: dict[str, Callable[[AttentionCall], object]] = {
     "sums": sampled_sums,
     "bfla": block_scores,
@@ -292,6 +302,8 @@ READERS: dict[str, Callable[[AttentionCall], object]] = {
     "kascade": column_sums,
     "rowmax": kept_tiles,
     "rowmax in 8 bits": kept_tiles_in_8_bits,
+    "rowmax, columns": kept_columns,
+    "rowmax, columns in 8 bits": kept_columns_in_8_bits,
 }
 SOURCES = {
     "": Variant("tiles", width=128),

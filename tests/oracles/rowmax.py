@@ -8,13 +8,15 @@ Shares no code with the plugin. The rule:
   the largest power of two that is no larger than the KV head's number of query heads, and for which every * n divides
   the block, a head looks at one row in ``every * n``, from ``t * block + (t + h * every) % (every * n)`` on; if n is 1,
   as without a union.
-- m[J] is a row's largest logit in key tile J, over the keys that it may see: none behind it, under a sliding window
-  those in the window. A softcap is applied to logits.
-- The share of a tile is ``exp(m[J] - log(sum of exp(m[J'])))``, the sum over all tiles with a key to see; the logit of
-  a sink joins the sum.
-- A tile is kept if one row of the query tile gives it a share of eps or more. Under a union, if one row of any query
+- Keys lie in columns of `width` tokens on the same grid, tiles where no width is given.
+- m[J] is a row's largest logit in column J, over the keys that it may see: none behind it, under a sliding window those
+  in the window. A softcap is applied to logits.
+- The share of a column is ``exp(m[J] - log(sum of exp(m[J'])))``, the sum over all columns with a key to see; the logit
+  of a sink joins the sum.
+- A column is kept if one row of the query tile gives it a share of eps or more. Under a union, if one row of any query
   head of the KV head does.
-- The query tile's own is kept always, the first key tile where `sink` is set; eps = 0 keeps everything.
+- All keys of the query tile's own tile are kept always, those of the first tile where `sink` is set; eps = 0 keeps
+  everything.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ class Parameters:
     block: int
     sink: bool = True
     union: str = "head"
+    width: int | None = None
 
 
 @dataclass(frozen=True)
@@ -58,18 +61,18 @@ class Head:
         x = float(self.Q[query - self.first] @ self.K[key]) * self.scale
         return x if self.softcap is None else self.softcap * math.tanh(x / self.softcap)
 
-    def shares(self, query: int, block: int) -> dict[int, float]:
-        """Of the key tiles that the query at a position may see."""
+    def shares(self, query: int, width: int) -> dict[int, float]:
+        """Of the columns that the query at a position may see."""
         best: dict[int, float] = {}
         for key in range(query + 1):
             if self.window is None or query - key < self.window:
-                best[key // block] = max(best.get(key // block, -math.inf), self.logit(query, key))
+                best[key // width] = max(best.get(key // width, -math.inf), self.logit(query, key))
         logits: list[float] = [*best.values(), *([] if self.sink is None else [self.sink])]
         level = max(logits)
         total = sum(math.exp(m - level) for m in best.values())
         if self.sink is not None:
             total += math.exp(self.sink - level)
-        return {tile: math.exp(m - level) / total for tile, m in best.items()}
+        return {column: math.exp(m - level) / total for column, m in best.items()}
 
     def rows(self, tile: int, p: Parameters) -> list[int]:
         """Positions of the rows looked at."""
@@ -81,34 +84,34 @@ class Head:
         return [query for query in looked_at if self.first <= query < self.first + len(self.Q)]
 
     def largest(self, tile: int, p: Parameters) -> dict[int, float]:
-        """Of the key tiles that a query tile's rows may see, the largest share."""
+        """Of the columns that a query tile's rows may see, the largest share."""
         found: dict[int, float] = {}
         for query in self.rows(tile, p):
-            for key_tile, share in self.shares(query, p.block).items():
-                found[key_tile] = max(found.get(key_tile, 0.0), share)
+            for column, share in self.shares(query, p.width or p.block).items():
+                found[column] = max(found.get(column, 0.0), share)
         return found
 
 
-def tiles_of(heads: Sequence[Head], p: Parameters) -> dict[int, set[int]]:
-    """By query tile the key tiles that any of some heads keeps."""
-    one = heads[0]
+def columns_of(heads: Sequence[Head], p: Parameters) -> dict[int, set[int]]:
+    """By query tile the columns that any of some heads keeps."""
+    one, each = heads[0], p.block // (p.width or p.block)
     found: dict[int, set[int]] = {}
     for tile in range(one.first // p.block, (one.first + len(one.Q) - 1) // p.block + 1):
         if p.eps == 0.0:
-            found[tile] = set(range(tile + 1))
+            found[tile] = set(range((tile + 1) * each))
             continue
-        found[tile] = {tile} | ({0} if p.sink else set())
+        found[tile] = set(range(tile * each, tile * each + each)) | (set(range(each)) if p.sink else set())
         for head in heads:
-            found[tile] |= {key_tile for key_tile, share in head.largest(tile, p).items() if share >= p.eps}
+            found[tile] |= {column for column, share in head.largest(tile, p).items() if share >= p.eps}
     return found
 
 
 def rowmax(heads: Sequence[Head], p: Parameters) -> Keep:
     """The pairs of each of some heads that share their choice: one alone, or those of a KV head."""
-    chosen, window = tiles_of(heads, p), heads[0].window
+    chosen, window = columns_of(heads, p), heads[0].window
 
     def keep(query: int, key: int) -> bool:
         seen = window is None or query - key < window
-        return seen and key // p.block in chosen[query // p.block]
+        return seen and key // (p.width or p.block) in chosen[query // p.block]
 
     return keep

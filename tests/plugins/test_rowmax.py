@@ -26,12 +26,15 @@ from oracles.rowmax import Parameters
 from sparseprefill.testing import tensors
 
 PARAMETERS = st.builds(
-    lambda eps, every, rows, sink, union: Parameters(eps, every, every * rows, sink, union),
+    lambda eps, every, rows, sink, union, width: Parameters(
+        eps, every, every * rows, sink, union, width if width and every * rows % width == 0 else None
+    ),
     eps=st.sampled_from([0.0, 0.02, 1.0]) | st.floats(0.005, 0.6),
     every=st.integers(1, 6),
     rows=st.integers(1, 5),
     sink=st.booleans(),
     union=st.sampled_from(["head", "group"]),
+    width=st.sampled_from([None, 1, 2, 4, 8]),
 )
 FEATURES: list[dict[str, Any]] = [{}, {"window": 40}, {"softcap": 3.0}, {"window": 17, "softcap": 2.0, "first_head": 3}]
 
@@ -117,8 +120,10 @@ def drawn(seed: int, **options: Any) -> sp.AttentionCall:
     return sp.AttentionCall(3 * q, k, v, **options)
 
 
-def estimator(eps: float, every: int, block: int = 24, union: str = "head") -> RowMaxEstimator:
-    return RowMaxEstimator(RowMaxConfig(eps=eps, every=every, block=block, sink=False, union=union))
+def estimator(
+    eps: float, every: int, block: int = 24, union: str = "head", width: int | None = None
+) -> RowMaxEstimator:
+    return RowMaxEstimator(RowMaxConfig(eps=eps, every=every, block=block, sink=False, union=union, width=width))
 
 
 def logits(one: sp.AttentionCall) -> Tensor:
@@ -133,10 +138,10 @@ def logits(one: sp.AttentionCall) -> Tensor:
 @settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 999), every=st.sampled_from([1, 2, 3, 4]), eps=st.floats(0.01, 0.4),
-    more=st.sampled_from(FEATURES),
+    more=st.sampled_from(FEATURES), width=st.sampled_from([None, 1, 4, 8]),
 )  # fmt: skip
-def test_no_dropped_tile_holds_a_large_share_of_a_sampled_row(
-    seed: int, every: int, eps: float, more: dict[str, Any]
+def test_no_dropped_column_holds_a_large_share_of_a_sampled_row(
+    seed: int, every: int, eps: float, more: dict[str, Any], width: int | None
 ) -> None:
     """Nor does any of its keys have eps of the row's softmax; and each kept one holds a share, or is the row's own."""
     one, block = drawn(seed, **more), 24
@@ -144,17 +149,48 @@ def test_no_dropped_tile_holds_a_large_share_of_a_sampled_row(
     at = rows.index[..., None].expand(-1, -1, -1, one.kv_len)
     seen = torch.gather(logits(one), 2, at).masked_fill(~rows.real[..., None], -torch.inf)
     kept = torch.gather(
-        sp.build("rowmax", eps=eps, every=every, block=block, union="head").run(one).mask.to_dense(), 2, at
+        sp.build("rowmax", eps=eps, every=every, block=block, union="head", width=width).run(one).mask.to_dense(), 2, at
     )
     weight = torch.where(rows.real[..., None], seen.softmax(-1), 0)
     assert not bool((weight[~kept] >= eps).any())
-    tops = torch.nn.functional.pad(seen, (0, -one.kv_len % block), value=-torch.inf).unflatten(-1, (-1, block)).amax(-1)
+    column = width or block
+    tops = torch.nn.functional.pad(seen, (0, -one.kv_len % column), value=-torch.inf).unflatten(-1, (-1, column))
+    tops = tops.amax(-1)
     share = torch.where(rows.real[..., None], tops.softmax(-1), 0)
-    by_tile = share.unflatten(2, (-1, block // every)).amax(3)
-    tiles = estimator(eps, every, block).kept(one)
-    assert torch.equal(by_tile >= eps, tiles)
-    assert bool((by_tile >= eps).any())
-    assert bool((by_tile < eps).any())
+    by_column = share.unflatten(2, (-1, block // every)).amax(3)
+    columns = estimator(eps, every, block, width=width).kept(one)
+    assert torch.equal(by_column >= eps, columns)
+    assert bool((by_column < eps).any())
+    if width is None:
+        assert bool((by_column >= eps).any())
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 999), width=st.sampled_from([1, 4, 8]), union=st.sampled_from(["head", "group"]))
+def test_narrow_columns_are_stripes_beside_the_own_tile_and_the_first(seed: int, width: int, union: str) -> None:
+    """No key is selected twice, so that a mask's pairs are those of its lists."""
+    one = drawn(seed)
+    for sink in (False, True):
+        mask = sp.build("rowmax", eps=0.05, block=24, union=union, width=width, sink=sink).run(one).mask
+        assert (24, 24, 1, width, True) == (mask.tile_q, mask.tile_k, mask.group, mask.stripe_width, mask.disjoint)
+        assert torch.equal(mask.to_dense().sum((2, 3)), mask.pairs())
+        assert mask.density < 1.0
+        tiles = evolve(mask, stripes=None).to_dense()
+        assert not bool((tiles & evolve(mask, tiles=None).to_dense()).any())
+        assert torch.equal(sp.SparseMask.from_rules(one, 24, band=0, sink=int(sink)).to_dense(), tiles)
+
+
+def test_a_row_that_looks_far_back_gets_its_column_alone() -> None:
+    q, k = torch.zeros(1, 1, 512, 16), torch.zeros(1, 1, 512, 16)
+    q[0, 0, 480, 0], k[0, 0, 101, 0] = 20.0, 1.0
+    found = estimator(0.2, 1, 64, width=16).kept(sp.AttentionCall(q, k, k))
+    assert [101 // 16] == found[0, 0, 7].nonzero().flatten().tolist()
+
+
+@pytest.mark.parametrize("width", [0, 3, 48, 256, True, 2.0, "16"])
+def test_a_width_that_is_none(width: Any) -> None:
+    with pytest.raises(sp.ParameterError, match=r"^width is .*: pass a power of two that divides block, 128, or None"):
+        RowMaxConfig(width=width)
 
 
 @settings(max_examples=25, deadline=None)
@@ -217,7 +253,7 @@ def test_heads_of_a_union_share_the_rows(heads: tuple[int, int], every: int, blo
 def test_a_union_is_what_its_heads_keep(seed: int, eps: float) -> None:
     one = drawn(seed)
     config = RowMaxConfig(eps=eps, every=2, block=24, sink=False)
-    each = maxima.shares(one, 24, Sampling(4, 2))
+    each = maxima.shares(one, 24, 24, Sampling(4, 2))
     assert torch.equal((each >= eps).unflatten(1, (2, 2)).any(2), RowMaxEstimator(config).kept(one))
     mask = sp.build("rowmax", eps=eps, block=24).run(one).mask.to_dense()
     assert torch.equal(mask[:, 0::2], mask[:, 1::2])
@@ -238,10 +274,13 @@ def test_at_0_it_is_dense_to_the_bit(union: str) -> None:
     length=st.integers(20, 150),
     cuts=st.lists(st.integers(1, 8), min_size=1, max_size=3, unique=True),
     union=st.sampled_from(["head", "group"]),
+    width=st.sampled_from([None, 4]),
 )
-def test_cuts_at_the_grain_change_nothing(seed: int, length: int, cuts: list[int], union: str) -> None:
+def test_cuts_at_the_grain_change_nothing(
+    seed: int, length: int, cuts: list[int], union: str, width: int | None
+) -> None:
     made = call(seed, (4, 2), length, 0)
-    pipeline = sp.build("rowmax", eps=0.05, every=2, block=16, union=union)
+    pipeline = sp.build("rowmax", eps=0.05, every=2, block=16, union=union, width=width)
     assert (16, union) == (pipeline.grain, pipeline.head_scope)
     whole = run(pipeline, made).mask.to_dense()
     bounds = [0, *sorted(cut * 16 for cut in cuts if cut * 16 < length), length]
@@ -254,7 +293,7 @@ def test_cuts_at_the_grain_change_nothing(seed: int, length: int, cuts: list[int
 @given(seed=st.integers(0, 99), front=st.integers(0, 40), back=st.integers(0, 40))
 def test_padding_changes_nothing(seed: int, front: int, back: int) -> None:
     alone = call(seed, (2, 1), 90, 0)
-    pipeline = sp.build("rowmax", eps=0.05, every=3, block=15, union="head")
+    pipeline = sp.build("rowmax", eps=0.05, every=3, block=24, union="head", width=[None, 4][seed % 2])
     mask = run(pipeline, alone).mask.to_dense()
     padded = {x: torch.nn.functional.pad(alone[x], (0, 0, front, back), value=7.0) for x in "qkv"}
     rows = {"starts": [front], "lengths": [90]}
@@ -297,16 +336,19 @@ def test_shares_are_left_as_priority_and_made_when_asked(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(RowMaxEstimator, "shares", counted)
     one = drawn(4)
-    for union in ("head", "group"):
-        made = sp.build("rowmax", eps=0.05, every=4, block=24, union=union)
+    for union, width in (("head", None), ("group", None), ("group", 8)):
+        made = sp.build("rowmax", eps=0.05, every=4, block=24, union=union, width=width)
         plan = made.plan(one, sp.Memory())
         assert not asked
         assert plan.priority is not None
         scores = plan.priority.tile_scores(one, 24, 24) * 24
         assert 1 == len(asked)
         assert (1, 4, 7, 8) == tuple(scores.shape)
-        kept = estimator(0.05, 4, union=union).kept(one)
-        assert torch.equal(kept if union == "head" else kept.repeat_interleave(2, 1), scores >= 0.05)
+        shares = estimator(0.05, 4, union=union, width=width).shares(one)
+        shares = shares if union == "head" else shares.repeat_interleave(2, 1)
+        if width is not None:  # what the columns of a tile have together
+            shares = torch.nn.functional.pad(shares, (0, -shares.shape[3] % 3)).unflatten(3, (-1, 3)).sum(4)
+        torch.testing.assert_close(shares, scores)
         asked.clear()
 
 
@@ -319,4 +361,4 @@ def test_the_bound_of_its_memory_grows_with_what_it_holds() -> None:
     small, large = (
         estimator(0.05, 4).workspace(evolve(drawn(0), q_offset=0, q=drawn(0).q[:, :, :n])) for n in (30, 130)
     )
-    assert 0 < small < large
+    assert 0 < small < large < estimator(0.05, 4, width=2).workspace(evolve(drawn(0), q_offset=0))

@@ -61,8 +61,10 @@ def sampled_calls(draw: st.DrawFn) -> AttentionCall:
     return evolve(one, q=2 * one.q, sinks=sinks)
 
 
-def settled(every: int = 4, block: int = 32, union: str = "head", precision: str = "exact") -> RowMaxConfig:
-    return RowMaxConfig(eps=0.02, every=every, block=block, sink=False, union=union, precision=precision)
+def settled(
+    every: int = 4, block: int = 32, union: str = "head", precision: str = "exact", width: int | None = None
+) -> RowMaxConfig:
+    return RowMaxConfig(eps=0.02, every=every, block=block, sink=False, union=union, precision=precision, width=width)
 
 
 def plain(call: AttentionCall, config: RowMaxConfig) -> Tensor:
@@ -97,6 +99,7 @@ def small(patch: pytest.MonkeyPatch, shape: tuple[int, int]) -> None:
     most=st.sampled_from([1, 1 << 14, MAXIMA]),
     union=st.sampled_from(["head", "group"]),
     programs=st.sampled_from([(1, 1), (512, 1), (512, 8)]),
+    width=st.sampled_from([None, None, 1, 4, 8, 16, 32]),
 )
 def test_equal_plain_pytorch(
     call: AttentionCall,
@@ -105,6 +108,7 @@ def test_equal_plain_pytorch(
     most: int,
     union: str,
     programs: tuple[int, int],
+    width: int | None,
 ) -> None:
     """Some or all query tiles at a time, and the keys of a row in one program or in many."""
     with pytest.MonkeyPatch.context() as patch:
@@ -112,7 +116,7 @@ def test_equal_plain_pytorch(
         patch.setattr(launch, "MAXIMA", most)
         patch.setattr(launch, "PROGRAMS", programs[0])
         patch.setattr(launch, "FEWEST", programs[1])
-        same(call, settled(*sizes, union=union))
+        same(call, settled(*sizes, union=union, width=None if width and sizes[1] % width else width))
 
 
 FEATURES: dict[str, dict[str, Any]] = {
@@ -282,7 +286,7 @@ def test_what_it_allocates_is_within_the_bound(most: int, bits: int, monkeypatch
         call = make(torch.float16, (6, 2), 150, 43, 9, width=64)
         taken.clear()
         launch.tile_shares(call, settled(*sizes))
-        bound = maxima.workspace(call, sizes[1], sizes[0], by_kernels=True)
+        bound = maxima.workspace(call, sizes[1], sizes[1], sizes[0], by_kernels=True)
         assert sum(taken) <= bound < 60 * sum(taken)
 
 
