@@ -267,4 +267,4 @@ def test_rowmax_says_what_it_guarantees_for_each_precision() -> None:
     part = page[page.index("### What is guaranteed") : page.index("## Cost")]
     for word in ('`"exact"`', '`"fp8"`', '`"auto"`', "python -m experiments.rowmax"):
         assert word in part
-    assert page.count("no\ntile is dropped") == 1
+    assert page.count("no\ncolumn is dropped") == 1
