@@ -1,8 +1,10 @@
-"""Compile kernels for Hopper without a GPU, through their own launchers: ``python offline.py [every]``.
+"""Compile kernels for Hopper without a GPU, through their own launchers: ``python offline.py [every] [into=FOLDER]``.
 
 Those of attention, those of sampled rows, those of statistics that chunks extend, and those of methods that read keys.
 
-With ``every``, all variants; else `FEW` of attention, in which each of its branches is compiled, and all others.
+With ``every``, all variants; else `FEW` of attention, in which each of its branches is compiled, and all others. With
+``into``, each kernel's PTX is left in the folder, so that two versions can be compared by ``diff -r``; set
+TRITON_DISABLE_LINE_INFO=1 for that, or moved lines differ.
 
 Prints a JSON object: variant -> names of the kernels that were compiled for it; what fails ends it with the error.
 Run it without TRITON_INTERPRET, which is read when a kernel module is imported.
@@ -13,8 +15,10 @@ A fake driver names capability 9.0 as the target, tensors lie on the CPU, and ea
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -329,8 +333,9 @@ def replace(place: Any, **values: Any) -> None:
         setattr(place, name, value)
 
 
-def compiling(compiled: list[str], only: str) -> Callable[..., Any]:
-    """`JITFunction.run` without the launch, which notes what it compiled; names without `only` are passed over."""
+def compiling(compiled: list[str], only: str, keep: Callable[[str, str], None]) -> Callable[..., Any]:
+    """`JITFunction.run` without the launch, which notes what it compiled; names without `only` are passed over. keep: is
+    given each kernel's name and PTX."""
 
     def warm(self: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> Any:
         del warmup
@@ -340,6 +345,7 @@ def compiling(compiled: list[str], only: str) -> Callable[..., Any]:
         kernel: Any = RUN(self, *args, grid=grid, warmup=True, **options)
         kernel = kernel.result() if hasattr(kernel, "result") else kernel
         assert kernel.asm["ptx"]
+        keep(self.fn.__name__, kernel.asm["ptx"])
         compiled.append(self.fn.__name__)
         return kernel
 
@@ -348,6 +354,15 @@ def compiling(compiled: list[str], only: str) -> Callable[..., Any]:
 
 def main() -> None:
     compiled: list[str] = []
+    folder = next((Path(word.removeprefix("into=")) for word in sys.argv[1:] if word.startswith("into=")), None)
+    at = [""]
+
+    def keep(name: str, ptx: str) -> None:
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            words = re.sub(r"[ :]+", "_", f"{at[0]}.{len(compiled)}.{name}.ptx")
+            (folder / words).write_text(ptx, encoding="utf-8")
+
     driver.set_active(Target())  # pyright: ignore[reportArgumentType]
     replace(compiler, max_shared_mem=lambda _: SHARED)
     replace(torch.cuda, get_device_properties=lambda *_: Properties)
@@ -371,11 +386,12 @@ def main() -> None:
         (None, PREFIX, "_kernel"), (None, ESTIMATES, "_kernel"),
     ]  # fmt: skip
     for module, variants, only in families:
-        replace(JITFunction, run=compiling(compiled, only))
+        replace(JITFunction, run=compiling(compiled, only, keep))
         replace(attention, hopper_of=lambda _, module=module: module)
         for name, variant in variants.items():
             if isinstance(variant, Variant) and name not in asked:
                 continue
+            at[0] = name
             variant.run()
             found[name] = list(compiled)
             compiled.clear()

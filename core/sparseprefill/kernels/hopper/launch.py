@@ -11,11 +11,11 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sparseprefill.kernels.attention.arguments import flat
-from sparseprefill.kernels.hopper.arguments import Arguments, Cache, Eight, Outputs, Sizes
 from sparseprefill.kernels.hopper.kernel import hopper_attention_fwd_kernel
-from sparseprefill.kernels.hopper.paging import PANEL
-from sparseprefill.kernels.hopper.quantise import TILE, errors_of
-from sparseprefill.kernels.hopper.quantise import eight as quantised
+from sparseprefill.kernels.roles.arguments import Arguments, Cache, Eight, Outputs, Sizes
+from sparseprefill.kernels.roles.paging import PANEL
+from sparseprefill.kernels.roles.quantise import TILE, errors_of
+from sparseprefill.kernels.roles.quantise import eight as quantised
 from sparseprefill.kernels.settings import FUSED
 from sparseprefill.kernels.source import Source, aligned, strides
 from sparseprefill.mask.geometry import kept
