@@ -12,13 +12,13 @@ import triton
 from torch import Tensor
 from triton.errors import TritonError
 
+from sparseprefill.kernels.family.chips import capability
 from sparseprefill.kernels.settings import (
     FUSED,
     HOPPER,
     IN_8_BITS,
     Settings,
     block,
-    capability,
     cdiv,
     power_of_two,
     roomy,

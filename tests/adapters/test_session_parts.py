@@ -14,7 +14,7 @@ from sparseprefill.adapters.session.session import Prefill, Session
 import sparseprefill as sp
 from helpers.build import make
 from sparseprefill.parts import split as parts
-from sparseprefill.plan import EightBits
+from sparseprefill.plan import Rounding
 
 CALL = make(96, heads=4, kv_heads=2)
 
@@ -53,9 +53,9 @@ def test_errors_of_parts_in_8_bits_are_the_largest_of_each_head() -> None:
     recorder, call = parts.Recorder(CALL.geometry), sp.Plan(sp.SparseMask.full(CALL))
     plain = sp.Result(CALL.q, CALL.q[..., 0], call)
     for heads, errors in (((0, 2), [0.1, 0.2]), ((0, 2), [0.3, 0.1]), ((2, 4), [0.0, torch.nan])):
-        found = evolve(plain, eight=EightBits(torch.tensor([errors]), 0.25))
+        found = evolve(plain, rounded=Rounding("int8", torch.tensor([errors]), 0.25))
         recorder.add(parts.Part(heads, (0, 96)), (), found)
     recorder.add(parts.Part((0, 2), (0, 96)), (), plain)
-    assert recorder.eight is not None
-    assert recorder.eight.heads.tolist() == [[False, True, True, False]]
-    assert torch.allclose(recorder.eight.errors[0, :3], torch.tensor([0.3, 0.2, 0.0]))
+    assert recorder.rounded is not None
+    assert recorder.rounded.heads.tolist() == [[False, True, True, False]]
+    assert torch.allclose(recorder.rounded.errors[0, :3], torch.tensor([0.3, 0.2, 0.0]))

@@ -23,7 +23,7 @@ import sparseprefill as sp
 from helpers.build import make
 from helpers.stubs import Estimate
 from helpers.tables import from_length
-from sparseprefill.plan import EightBits
+from sparseprefill.plan import Rounding
 
 CALL = make(32, heads=4, kv_heads=2)
 METHOD = sp.build("streaming", sink=8, window=8, block=8)
@@ -87,7 +87,7 @@ def test_a_layer_says_which_heads_stayed_in_16_bits() -> None:
         ([0.0, 0.2, 0.1, torch.nan], (1, 3), "8 bits, heads 1, 3 in 16"),
         ([0.0] * 4, (), "8 bits"),
     ):
-        record.ran(evolve(plain, eight=EightBits(torch.tensor([errors]), 0.1)), (1, 32, 32), 0, None)
+        record.ran(evolve(plain, rounded=Rounding("int8", torch.tensor([errors]), 0.1)), (1, 32, 32), 0, None)
         record.ran(plain, (1, 32, 32), 0, None)  # a chunk of it in 16 bits
         found = record.report(mean=False)
         assert found.in_16_bits == wanted

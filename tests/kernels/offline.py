@@ -40,10 +40,14 @@ from sparseprefill import AttentionCall, Carry, Pages, Plan, SoftmaxState, Spars
 from sparseprefill.executors.triton import TritonExecutor
 from sparseprefill.kernels import groups as groups
 from sparseprefill.kernels.attention import launch as attention
+from sparseprefill.kernels.attention.record import PORTABLE
+from sparseprefill.kernels.family import choose as choosing
+from sparseprefill.kernels.family.chips import row
+from sparseprefill.kernels.family.record import Family
 from sparseprefill.kernels.hopper import launch as hopper
+from sparseprefill.kernels.hopper.record import HOPPER, HOPPER_INT8
 from sparseprefill.kernels.sampled import by_tile, floor
 from sparseprefill.kernels.sampled import mass as sampled
-from sparseprefill.kernels.settings import settings
 from sparseprefill.kernels.statistics.key_means import key_means
 from sparseprefill.mask.samples import KeptKeys, Stretches
 from sparseprefill.statistics.sampled import last_rows
@@ -126,7 +130,7 @@ class Variant:
         (executor.accumulate if self.state else executor.execute)(call, plan)
 
 
-PORTABLE = {
+VARIANTS = {
     "tiles": Variant("tiles", width=128),
     "stripes": Variant("stripes"),
     "both, padded": Variant("both", padded=True, probe=True),
@@ -139,7 +143,7 @@ PORTABLE = {
     "wide": Variant("both", padded=True, columns=16),
     "wide, skip": Variant("stripes", width=128, skip=True, columns=16),
 }
-HOPPER = {
+HOPPER_VARIANTS = {
     "hopper: 64, both": Variant("both", padded=True, tile=(128, 64)),
     "hopper: 128, tiles resumed": Variant("tiles", width=128, carry=True, tile=128),
     "hopper: 256, stripes": Variant("stripes", width=256, dtype=torch.float16, state=True, tile=128),
@@ -305,6 +309,19 @@ SOURCES = {
 ESTIMATES = {name + kind: Estimate(make, of) for name, make in READERS.items() for kind, of in SOURCES.items()}
 
 
+def pretend() -> None:
+    """All launchers take the device for an H100."""
+    for module in (attention, by_tile, sampled, kascade, anchor, groups):
+        replace(module, chip=lambda _: row((9, 0)))
+    replace(rowmax, capability=lambda _: (9, 0))
+
+
+def known(*families: Family) -> None:
+    """Nothing but these kernels and the portable one, on any device."""
+    records = (*(evolve(one, rank=20) for one in families), PORTABLE)
+    replace(choosing, families=lambda: records)
+
+
 class Target:
     """The part of a driver that compilation asks."""
 
@@ -334,8 +351,10 @@ def replace(place: Any, **values: Any) -> None:
 
 
 def compiling(compiled: list[str], only: str, keep: Callable[[str, str], None]) -> Callable[..., Any]:
-    """`JITFunction.run` without the launch, which notes what it compiled; names without `only` are passed over. keep: is
-    given each kernel's name and PTX."""
+    """`JITFunction.run` without the launch, which notes what it compiled; names without `only` are passed over.
+
+    keep: is given each kernel's name and PTX.
+    """
 
     def warm(self: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> Any:
         del warmup
@@ -367,27 +386,19 @@ def main() -> None:
     replace(compiler, max_shared_mem=lambda _: SHARED)
     replace(torch.cuda, get_device_properties=lambda *_: Properties)
     replace(TritonExecutor, unsupported=lambda *_: None)
-    replace(attention, settings=lambda _, *sizes: settings((9, 0), *sizes))
-    replace(by_tile, capability=lambda _: (9, 0))
-    replace(sampled, capability=lambda _: (9, 0))
-    replace(kascade, capability=lambda _: (9, 0))
-    replace(rowmax, capability=lambda _: (9, 0))
-    replace(anchor, choose=lambda call: anchor.settings((9, 0), call.q.shape[3], call.q.element_size()))
-    for name in ("group_settings", "paged_settings"):
-        chosen = getattr(groups, name)
-        replace(groups, **{name: lambda _, *sizes, chosen=chosen: chosen((9, 0), *sizes)})
+    pretend()
     replace(hopper, LEAST_KEYS=0, LEAST_ITEMS=0, LEAST_BLOCKS=0)
     replace(groups, COPY=0)  # or keys of a prompt this short would be copied out of their pages
     found: dict[str, list[str]] = {}
-    asked = {*PORTABLE, *HOPPER} if "every" in sys.argv[1:] else {*FEW}
+    asked = {*VARIANTS, *HOPPER_VARIANTS} if "every" in sys.argv[1:] else {*FEW}
     # What the portable kernel repairs behind the Hopper kernel, it compiles in variants of its own.
-    families: list[tuple[Any, Mapping[str, Any], str]] = [
-        (None, PORTABLE, ""), (hopper, HOPPER, "hopper"), (None, ROWS, "row_tiles"), (None, FLOOR, "_kernel"),
-        (None, PREFIX, "_kernel"), (None, ESTIMATES, "_kernel"),
+    families: list[tuple[tuple[Family, ...], Mapping[str, Any], str]] = [
+        ((), VARIANTS, ""), ((HOPPER, HOPPER_INT8), HOPPER_VARIANTS, "hopper"), ((), ROWS, "row_tiles"),
+        ((), FLOOR, "_kernel"), ((), PREFIX, "_kernel"), ((), ESTIMATES, "_kernel"),
     ]  # fmt: skip
-    for module, variants, only in families:
+    for records, variants, only in families:
         replace(JITFunction, run=compiling(compiled, only, keep))
-        replace(attention, hopper_of=lambda _, module=module: module)
+        known(*records)
         for name, variant in variants.items():
             if isinstance(variant, Variant) and name not in asked:
                 continue
@@ -395,8 +406,8 @@ def main() -> None:
             variant.run()
             found[name] = list(compiled)
             compiled.clear()
-    if attention.FAILED:
-        raise next(iter(attention.FAILED.values()))
+    if choosing.FAILED:
+        raise next(iter(choosing.FAILED.values()))
     sys.stdout.write(json.dumps(found) + "\n")
 
 
