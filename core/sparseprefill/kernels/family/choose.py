@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -25,6 +27,7 @@ FAILED: dict[tuple[str, Hashable], Exception] = {}
 """By kernel and variant, what does not compile or launch here; empty while all of them work."""
 ALL = "any call"
 """In place of a variant, of a kernel that cannot even be imported or asked."""
+_KNOWN: ContextVar[tuple[Family, ...] | None] = ContextVar("known", default=None)
 log = logging.getLogger(__name__)
 
 
@@ -62,8 +65,24 @@ class Choice:
         return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in by_reason.items())
 
 
+@contextmanager
+def alone(*known: Family) -> Iterator[None]:
+    """For checks of one kernel: no others are known in this context, and none has failed before or does behind it."""
+    before, failed = _KNOWN.set(known), dict(FAILED)
+    FAILED.clear()
+    try:
+        yield
+    finally:
+        _KNOWN.reset(before)
+        FAILED.clear()
+        FAILED.update(failed)
+
+
 def families() -> tuple[Family, ...]:
     """All records of the default registry, which stands above this room: it is imported when a call first asks."""
+    known = _KNOWN.get()
+    if known is not None:
+        return known
     registry: Any = import_module("sparseprefill.registry").default_registry()
     found: tuple[Family, ...] = registry.kernels()
     return found
