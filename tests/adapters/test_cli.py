@@ -333,7 +333,7 @@ def test_set_takes_refiners_and_a_corrector() -> None:
 
 def test_plugins() -> None:
     rows = json.loads(invoke("plugins", "--json").stdout)
-    keys = {"name", "distribution", "version", "methods", "refiners", "correctors", "error"}
+    keys = {"name", "distribution", "version", "methods", "refiners", "correctors", "kernels", "error"}
     assert all(set(row) == keys for row in rows)
     stem = next(row for row in rows if row["name"] == "stem")
     assert (stem["methods"], stem["refiners"]) == ([], ["position-decay", "value-weights"])

@@ -29,8 +29,8 @@ def chosen(call: AttentionCall, mask: SparseMask, **wanted: Any) -> Choice:
     return choose(call, mask, Wanted(**wanted))
 
 
-def refused(family: Family, call: AttentionCall, mask: SparseMask, **wanted: Any) -> str | None:
-    """What a kernel has against a call, by its features or by itself."""
+def refused(family: Family, call: AttentionCall, mask: SparseMask, **wanted: Any) -> Any:
+    """The reason of a kernel against a call, by its features or by itself; None where it serves."""
     asked = Wanted(**wanted)
     return family.features.lacking(call, mask, asked) or family.objection(call, mask, asked)
 

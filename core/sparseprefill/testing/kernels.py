@@ -124,7 +124,7 @@ def left_in_progress(case: Case) -> None:
 
 def votes_leave_out_nothing_at_zero(case: Case) -> None:
     """With a threshold of 0 every step is computed, and the count of pairs that were left out says so."""
-    below = torch.zeros(case.call.q.shape[0], device=case.call.q.device)
+    below = torch.zeros(case.call.q.shape[0], dtype=torch.float32, device=case.call.q.device)
     result = case.execute(case.call, Plan(case.mask, skip_below=below))
     if result.skipped is None or bool(result.skipped.pairs.any()):
         raise BreachError("pairs were left out, or not counted, although the threshold is 0")
@@ -214,7 +214,7 @@ def _calls(family: Family, device: torch.device) -> Iterator[AttentionCall]:
             yield _call(140, 230, dtype=dtype, dim=dim, values=values, **place)
     lengths = torch.tensor([160, 97], dtype=torch.int32, device=device)
     fields: dict[str, Any] = {
-        "window": 70, "softcap": 5.0, "sinks": torch.tensor([1.0, -2.0], device=device), "padding": lengths,
+        "window": 70, "softcap": 5.0, "sinks": torch.tensor([1.0, -2.0], dtype=torch.float32, device=device), "padding": lengths,
     }  # fmt: skip
     for name, value in fields.items():
         if getattr(features, name) and types:
@@ -261,4 +261,5 @@ def paged(call: AttentionCall) -> AttentionCall:
         cache = torch.empty(count, PAGE, *rows.shape[1:], dtype=x.dtype, device=x.device)
         cache[table] = rows.reshape(count, PAGE, *rows.shape[1:])
         made.append(cache)
-    return evolve(call, **dict.fromkeys(("k", "v"), Pages(made[0], made[1], table.to(torch.int32), call.kv_len)))
+    pages = Pages(made[0], made[1], table.to(torch.int32), call.kv_len)
+    return evolve(call, k=pages, v=pages)

@@ -203,7 +203,7 @@ def _ready(job: Job, nonfinite: Tensor) -> tuple[list[Any], dict[str, Any]]:
 def _flags(job: Job) -> Tensor:
     """Flags of a kernel that has none: all query blocks of a head whose output is not finite somewhere."""
     outputs = job.arguments.outputs
-    found = outputs.state.acc if outputs.out is None else outputs.out
+    found: Tensor = outputs.state.acc if outputs.out is None else outputs.out
     heads = found.isfinite().all(-1).all(-1).logical_not().to(torch.int8)  # [B, Hq]; of requests [1, Hq]
     lines = heads.expand(_lines(job) // heads.shape[1], -1)
     return lines[..., None].expand(*lines.shape, _blocks_of(job)).flatten()
