@@ -311,9 +311,8 @@ ESTIMATES = {name + kind: Estimate(make, of) for name, make in READERS.items() f
 
 def pretend() -> None:
     """All launchers take the device for an H100."""
-    for module in (attention, by_tile, sampled, kascade, anchor, groups):
+    for module in (attention, by_tile, sampled, kascade, anchor, groups, rowmax):
         replace(module, chip=lambda _: row((9, 0)))
-    replace(rowmax, capability=lambda _: (9, 0))
 
 
 def known(*families: Family) -> None:

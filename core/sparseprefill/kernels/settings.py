@@ -7,20 +7,12 @@ from functools import cache, cached_property
 from attrs import frozen
 
 from sparseprefill.errors import UnsupportedCallError
-from sparseprefill.kernels.family.chips import Chip, row
+from sparseprefill.kernels.family.chips import Chip
 
-IN_8_BITS = (8, 9)
-"""Capability from which there are products of e4m3fn."""
-HOPPER = (9, 0)
 HEAD_DIMS = (64, 80, 96, 128, 256)
 SMALLEST = 16
 FUSED = {"enable_fp_fusion": True}
 """For every launch: a product and the sum it goes into round once. Triton 3.9 warns where nobody says so."""
-
-
-def roomy(capability: tuple[int, int]) -> bool:
-    """Whether settings that were measured on Hopper fit, tensor descriptors and shared memory."""
-    return row(capability).large
 
 
 @frozen

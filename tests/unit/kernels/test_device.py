@@ -57,8 +57,8 @@ def every(capability: tuple[int, int]) -> dict[str, Settings]:
         "groups in pages": paged_settings(chip, 2, 64),
         "sampled": mass.settings(chip, 128, 2),
         "anchor": anchor.settings(chip, 128, 2),
-        "rowmax": rowmax.settings(capability, 128, 2),
-        "rowmax, 8 bits": rowmax.settings(capability, 128, 1),
+        "rowmax": rowmax.settings(chip, 128, 2),
+        "rowmax, 8 bits": rowmax.settings(chip, 128, 1),
     }
 
 
