@@ -21,6 +21,7 @@ from sparseprefill.registry import default_registry
 from sparseprefill.testing.cases import describe
 from sparseprefill.testing.contracts import Report
 from sparseprefill.testing.inputs import tensors
+from sparseprefill.testing.rotary import FLOATS
 from sparseprefill.testing.trial import BreachError, NotApplicableError
 from sparseprefill.testing.truth import attention, difference
 
@@ -213,9 +214,8 @@ def _calls(family: Family, device: torch.device) -> Iterator[AttentionCall]:
         for dim, values in dims if dtype == types[0] else dims[:1]:
             yield _call(140, 230, dtype=dtype, dim=dim, values=values, **place)
     lengths = torch.tensor([160, 97], dtype=torch.int32, device=device)
-    fields: dict[str, Any] = {
-        "window": 70, "softcap": 5.0, "sinks": torch.tensor([1.0, -2.0], dtype=torch.float32, device=device), "padding": lengths,
-    }  # fmt: skip
+    sinks = torch.tensor([1.0, -2.0], dtype=torch.float32, device=device)
+    fields: dict[str, Any] = {"window": 70, "softcap": 5.0, "sinks": sinks, "padding": lengths}
     for name, value in fields.items():
         if getattr(features, name) and types:
             more = {"lengths" if name == "padding" else name: value}
@@ -238,13 +238,13 @@ def _masks(call: AttentionCall) -> Iterator[SparseMask]:
     tile = (128, 128)
     g = call.geometry
     shape = (g.batch, g.heads, g.tile_rows(128), g.tile_columns(128))
-    source = torch.Generator().manual_seed(call.kv_len)
-    tiles = SparseMask.from_tiles(call, (torch.rand(shape, generator=source) < 0.5).to(call.q.device), tile)
+    source = torch.Generator("cpu").manual_seed(call.kv_len)
+    tiles = SparseMask.from_tiles(call, (torch.rand(shape, generator=source, **FLOATS) < 0.5).to(call.q.device), tile)
     yield tiles
     for width in (1, 16):
         if call.geometry.window is not None or call.softcap is not None:
             return
-        keep = torch.rand(g.batch, g.heads, 1, -(-call.kv_len // width), generator=source) < 0.2
+        keep = torch.rand(g.batch, g.heads, 1, -(-call.kv_len // width), generator=source, **FLOATS) < 0.2
         yield tiles | SparseMask.from_stripes(call, keep.to(call.q.device), 64, tile, width=width, diagonal=False)
 
 
@@ -253,7 +253,7 @@ def paged(call: AttentionCall) -> AttentionCall:
     if call.q.shape[0] > 1:
         raise NotApplicableError("pages hold one request")
     count = -(-call.kv_len // PAGE)
-    table = torch.randperm(count, generator=torch.Generator().manual_seed(0)).to(call.q.device)
+    table = torch.randperm(count, generator=torch.Generator("cpu").manual_seed(0), device="cpu").to(call.q.device)
     behind = (0, 0, 0, count * PAGE - call.kv_len)
     made = []
     for x in (call.k, call.v):
