@@ -290,3 +290,11 @@ def test_reasons_of_several_layers_are_told_once(model: Any) -> None:
     text = str(handle.report())
     assert 1 == text.count("gradients are recorded")
     assert "dense in 2 layers: gradients are recorded" in text
+
+
+def test_a_servers_table_takes_an_executor() -> None:
+    table = {"method": "streaming", "executor": {"precision": "int8"}}
+    made = read_table(table).build()
+    assert [one.executor for one in made.known] == [sp.AutoExecutor(precision="int8")]
+    with pytest.raises(sp.ParameterError, match=r"sparseprefill\.executor\.precision is 'int4'"):
+        read_table({**table, "executor": {"precision": "int4"}}).build()
