@@ -176,8 +176,8 @@ def contenders(
     names: of methods; None for every one that is registered but dense. settings: texts ``name.parameter=value``, where
     refiners, a corrector and an executor may be set like parameters, as in a configuration. model: its path, None for
     the embedded one, whose methods get what suits it where no setting says otherwise. tail: last rows that get every
-    key, as `attach` takes it. floor: of the recall of every method but dense, unless it has a setting of its own. Raises
-    CommandError or the library's own errors for what does not fit.
+    key, as `attach` takes it. floor: of the recall of every method but dense, unless it has a setting of its own.
+    Raises CommandError or the library's own errors for what does not fit.
     """
     from sparseprefill.config import from_config
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from attrs import evolve
 from sparseprefill.adapters.session.ledger import Uncounted
+from sparseprefill.adapters.session.options import HostOptions
 from sparseprefill.adapters.session.report import LayerReport
 from sparseprefill.adapters.session.session import Prefill, Session
 
@@ -22,7 +23,7 @@ CALL = make(96, heads=4, kv_heads=2)
 def report(measure: bool, workspace: int | None) -> LayerReport:
     """Two chunks of one prompt through a session."""
     pipeline = evolve(sp.build("streaming", sink=16, window=16, block=16), workspace=workspace)
-    session = Session(pipeline, measure=measure, tail=16)
+    session = Session(pipeline, HostOptions(measure=measure, tail=16))
     prefill = Prefill()
     for end in (48, 96):
         q, k, v = CALL.q[:, :, end - 48 : end], CALL.k[:, :, :end], CALL.v[:, :, :end]

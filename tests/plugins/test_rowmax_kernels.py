@@ -13,6 +13,7 @@ import torch
 from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sparseprefill.adapters.session.options import HostOptions
 from sparseprefill.adapters.session.session import Prefill, Session
 from sparseprefill.plugins.rowmax import RowMaxConfig, kernels, launch, maxima, stages
 from sparseprefill.plugins.rowmax.maxima import MAXIMA
@@ -376,7 +377,7 @@ def test_a_report_says_why_the_portable_kernel_serves(monkeypatch: pytest.Monkey
     config = RowMaxConfig(every=1)
     for known, said in (((9, 0), True), ((8, 9), False)):
         monkeypatch.setattr(launch, "chip", lambda _, found=known: row(found))
-        session = Session(sp.Pipeline(stages.RowMaxEstimator(config), name="rowmax"), tail=0)
+        session = Session(sp.Pipeline(stages.RowMaxEstimator(config), name="rowmax"), HostOptions(tail=0))
         session.run(call, Prefill())
         notes = session.report("h", "i").notes
         assert said == any("portable one serves: AttributeError: no such name" in note for note in notes)
