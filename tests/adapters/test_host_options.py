@@ -23,8 +23,8 @@ from sparseprefill.profiles.identity import ModelIdentity
 
 OPTIONS = fields_dict(HostOptions)
 GIVEN: dict[str, Any] = {
-    "min_query": 40, "layers": (1,), "strict": True, "measure": True, "tail": 5, "recall_every": 3, "strict_recall": 0.5,
-    "skip_unread": True,
+    "min_query": 40, "layers": (1,), "strict": True, "measure": True, "tail": 5, "recall_every": 3,
+    "strict_recall": 0.5, "skip_unread": True,
 }  # fmt: skip
 
 
@@ -44,7 +44,7 @@ def test_attach_hands_each_to_its_session(name: str, monkeypatch: pytest.MonkeyP
     seen: list[HostOptions] = []
     made = Session.__init__
 
-    def noted(self: Session, pipeline: Any, options: HostOptions = HostOptions(), **more: Any) -> None:
+    def noted(self: Session, pipeline: Any, options: HostOptions, **more: Any) -> None:
         seen.append(options)
         made(self, pipeline, options, **more)
 
