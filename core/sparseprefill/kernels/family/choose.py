@@ -145,26 +145,20 @@ def choose(call: AttentionCall, mask: SparseMask, wanted: Wanted) -> Choice:
 
 def _given(family: Family, call: AttentionCall, mask: SparseMask, wanted: Wanted) -> AttentionCall | str:
     """The call as the kernel is to get it, or why it does not serve it."""
-    broken = _failure(family, ALL)
-    if broken is not None:
-        return broken
-    reason = family.features.lacking(call, mask, wanted)
+    reason = _failure(family, ALL) or family.features.lacking(call, mask, wanted)
     if reason is None:
+        copied = call.pages is not None and call.pages.copies
         try:
-            copies = call.pages is not None and call.pages.copies
-            copied = copies and (not family.features.pages or family.copied(call, mask, wanted))
-            broken = _failure(family, variant(call, mask, wanted, copied)) if FAILED else None
-            if broken is not None:
-                return broken
-            if copied:
-                call = evolve(call, k=call.k, v=call.v)
-            reason = family.objection(call, mask, wanted)
+            copied = copied and (not family.features.pages or family.copied(call, mask, wanted))
+            given = evolve(call, k=call.k, v=call.v) if copied else call
+            reason = family.objection(given, mask, wanted)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of somebody else's code, or of a library that is not there
             return fail(family, ALL, error)
-    if reason is None:
-        return call
+        if reason is None:
+            broken = _failure(family, variant(given, mask, wanted)) if FAILED else None
+            return given if broken is None else broken
     _declined(family.name, reason)
     return reason
 
@@ -185,14 +179,11 @@ def launched(choice: Choice, job: Job) -> Launched | None:
         return None
 
 
-def variant(call: AttentionCall, mask: SparseMask, wanted: Wanted, copied: bool = False) -> Hashable:
-    """What a kernel is compiled for, but for its carry and state: one that fails says nothing of the others.
-
-    copied: whether it gets a copy of what the call has in pages.
-    """
+def variant(call: AttentionCall, mask: SparseMask, wanted: Wanted) -> Hashable:
+    """What a kernel is compiled for, but for its carry and state: one that fails says nothing of the others."""
     lists = (mask.has_tiles, mask.stripes is not None, mask.disjoint)
     optional = tuple(x is not None for x in (call.starts, call.lengths, call.sinks))
-    page = None if call.pages is None or copied else (call.pages.page, call.pages.k.dtype)
+    page = None if call.pages is None else (call.pages.page, call.pages.k.dtype)
     grid = mask.tile_q, mask.tile_k, mask.group, mask.stripe_width
     made = call.q.dtype, call.q.shape[-1], *grid, lists, optional, page, wanted.skips
     return (*made, "several requests") if wanted.together else made
