@@ -88,7 +88,7 @@ def test_resuming_from_a_carry_matches_float64(dtype: torch.dtype, width: int) -
 def test_blocks_may_be_drawn_by_length(feature: str, tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     from sparseprefill.kernels.hopper import launch
 
-    monkeypatch.setattr(launch, "_multiprocessors", lambda _: 3)  # few programs, each of which draws several blocks
+    monkeypatch.setattr(launch, "multiprocessors", lambda _: 3)  # few programs, each of which draws several blocks
     for lengths in ((127, 300, 1), (257, 1021, 4), (700, 1500, 2)):
         call = make("random", torch.bfloat16, 128, lengths, feature)
         for mask in (mixed(call, tile), mixed(call, tile, both=False)):

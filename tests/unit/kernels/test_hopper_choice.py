@@ -167,7 +167,7 @@ def test_an_empty_mask_leaves_zeros(state: bool) -> None:
 def test_of_few_rows_behind_many_keys_the_longest_blocks_are_drawn_first(
     tile_q: int, starts: tuple[int, int] | None, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "_multiprocessors", lambda _: 3)
+    monkeypatch.setattr(launch, "multiprocessors", lambda _: 3)
     q, k, v = tensors("random", batch=2, heads=4, kv_heads=2, q_len=600, kv_len=2000, head_dim=64)
     given = AttentionCall(q, k, v, starts=None if starts is None else torch.tensor(starts, dtype=torch.int32))
     g, source = given.geometry, torch.Generator().manual_seed(tile_q)
@@ -201,7 +201,7 @@ def _half(given: AttentionCall) -> torch.Tensor:
 
 
 def test_other_calls_draw_their_blocks_head_by_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_multiprocessors", lambda _: 3)
+    monkeypatch.setattr(launch, "multiprocessors", lambda _: 3)
     q, k, v = tensors("random", batch=1, heads=4, kv_heads=2, q_len=600, kv_len=2000, head_dim=64)
     behind, whole = AttentionCall(q, k, v), AttentionCall(q, k[:, :, :600], v[:, :, :600])
     some, none = (SparseMask.from_tiles(one, _half(one)) for one in (behind, whole))
@@ -210,14 +210,14 @@ def test_other_calls_draw_their_blocks_head_by_head(monkeypatch: pytest.MonkeyPa
     assert launch._order(behind, SparseMask.full(behind), 6) is None  # all heads alike
     monkeypatch.setattr(launch, "FEW_BLOCKS", 5)
     assert launch._order(behind, some, 6) is None
-    monkeypatch.setattr(launch, "_multiprocessors", lambda _: 132)
+    monkeypatch.setattr(launch, "multiprocessors", lambda _: 132)
     assert launch._order(behind, some, 5) is None  # all run at once
 
 
 @pytest.mark.parametrize("cached", [0, 2000])
 def test_blocks_of_several_requests_are_those_that_there_are(cached: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The longest lists first behind cached keys, else request by request; each block once, and no others."""
-    monkeypatch.setattr(launch, "_multiprocessors", lambda _: 3)
+    monkeypatch.setattr(launch, "multiprocessors", lambda _: 3)
     calls = step_of([(600, 600 + cached), (130, 130 + cached), (257, 300 + cached)], heads=4)
     masks = [mask_of(one, "tiles", (128, 128), seed=seed) for seed, one in enumerate(calls)]
     requests = Together.of(calls, masks)

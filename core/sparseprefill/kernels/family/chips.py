@@ -80,3 +80,9 @@ def capability(device: torch.device) -> Capability:
 def chip(device: torch.device) -> Chip:
     """The row of a device."""
     return row(capability(device))
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """How many a GPU has."""
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +10,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sparseprefill.kernels.attention.arguments import flat
+from sparseprefill.kernels.family.chips import multiprocessors
 from sparseprefill.kernels.family.record import Job, Launched
 from sparseprefill.kernels.hopper.kernel import hopper_attention_fwd_kernel
 from sparseprefill.kernels.roles.arguments import Arguments, Cache, Eight, Outputs, Sizes
@@ -241,7 +241,7 @@ def _run(
         draws,
         NOTHING if eight is None else eight,
     )
-    hopper_attention_fwd_kernel[(min(draws or items, _multiprocessors(q.device)),)](
+    hopper_attention_fwd_kernel[(min(draws or items, multiprocessors(q.device)),)](
         *flat(arguments),
         TILE_Q=mask.tile_q, TILE_K=mask.tile_k, GROUP=mask.group, WIDTH=mask.stripe_width, BLOCK_M=BLOCK_M,
         BLOCK_N=block_n, D=width, STAGES=stages[width], PAGE=source.page, REGISTERS=registers, FP8=fp8,
@@ -263,7 +263,7 @@ def _order(call: AttentionCall, mask: SparseMask, blocks: int) -> Tensor | None:
     Few rows behind many cached keys leave each multiprocessor few blocks, some many times as long as others: one that
     is drawn last keeps all waiting. Of whole prompts, a head's own blocks are enough to fill the gaps.
     """
-    few = blocks * call.geometry.batch * call.geometry.heads <= _multiprocessors(call.q.device)
+    few = blocks * call.geometry.batch * call.geometry.heads <= multiprocessors(call.q.device)
     return None if few or not _uneven(mask, blocks) else _longest_first(_keys(mask))
 
 
@@ -275,7 +275,7 @@ def _order_together(requests: Together, blocks: int) -> Tensor:
     masks, device = requests.masks, requests.q.device
     own, heads = requests.blocks(BLOCK_M), requests.q.shape[1]
     items = _items(own, blocks, heads, device)
-    if items.numel() <= _multiprocessors(device) or not any(map(_uneven, masks, own)):
+    if items.numel() <= multiprocessors(device) or not any(map(_uneven, masks, own)):
         return items
     return items[_longest_first(torch.cat([_keys(mask) for mask in masks]))]
 
@@ -306,11 +306,6 @@ def _keys(mask: SparseMask) -> Tensor:
 
 def _longest_first(keys: Tensor) -> Tensor:
     return torch.argsort(keys, descending=True, stable=True).to(torch.int32)
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _descriptor(x: Tensor, rows: int, columns: int | None = None) -> TensorDescriptor:
