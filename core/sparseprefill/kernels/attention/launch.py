@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
-from attrs import evolve
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -121,15 +120,16 @@ def _launch(
     Two launches: the second repeats, with care for NaN and infinities of V in keys that a row may not see, only those
     query blocks in which the first met a NaN. Those vote once more, as blocks of the portable kernel.
     """
-    skips, together = below is not None, requests is not None
-    wanted = evolve(reduced, skips=skips, carry=carry is not None, state=state is not None, together=together)
+    wanted = reduced.of(below is not None, carry is not None, state is not None, requests is not None)
     made = None
     while made is None:
         choice = choose(call, mask, wanted)
         given = _arguments(choice.call, mask, carry, out, lse, state, below, requests)
         job = Job(call=choice.call, mask=mask, wanted=choice.wanted, arguments=given, requests=requests)
         made = launched(choice, job)
-    _repair(job, _flags(job) if made.nonfinite is None else made.nonfinite)
+    if not made.repaired:
+        nonfinite = _flags(job) if made.nonfinite is None else made.nonfinite
+        _repair(*_ready(job, nonfinite), nonfinite.numel())
     counted, voting = given.outputs.skipped, made.voting
     skipped = None if counted is None or voting is None else Skipped(counted.sum(-1), *voting)
     return Kernel(choice.family.name, choice.reason), skipped, made.errors
@@ -171,21 +171,21 @@ def _arguments(
 
 
 def forward(job: Job) -> Launched:
-    """The portable kernel over all query blocks; see `attention.record`."""
+    """The portable kernel over all query blocks, and once more over those that it flags; see `attention.record`."""
     blocks, chosen = _blocks_of(job), _settings(job.call, job.mask)
     # Requests with fewer blocks than the longest leave flags unwritten.
     make = torch.empty if job.requests is None else torch.zeros
     nonfinite = make(blocks * _lines(job), dtype=torch.int8, device=job.call.q.device)
     arguments, options = _ready(job, nonfinite)
     sparse_attention_fwd_kernel[(blocks, _lines(job))](*arguments, **options, REPAIR=False)
+    _repair(arguments, options, nonfinite.numel())
     voting = (chosen.block_m, chosen.block_m, chosen.block_n) if job.wanted.skips else None
-    return Launched(nonfinite=nonfinite, voting=voting)
+    return Launched(repaired=True, voting=voting)
 
 
-def _repair(job: Job, nonfinite: Tensor) -> None:
-    """The portable kernel over the query blocks that are flagged, int8 ``[B * Hq * blocks]``."""
-    arguments, options = _ready(job, nonfinite)
-    programs = min(-(-nonfinite.numel() // FLAGS.value), REPAIRERS)
+def _repair(arguments: list[Any], options: dict[str, Any], flags: int) -> None:
+    """The portable kernel over the query blocks that are flagged. flags: query blocks of all heads."""
+    programs = min(-(-flags // FLAGS.value), REPAIRERS)
     sparse_attention_fwd_kernel[(programs,)](*arguments, **options, REPAIR=True)
 
 
@@ -195,7 +195,7 @@ def _ready(job: Job, nonfinite: Tensor) -> tuple[list[Any], dict[str, Any]]:
     given = given._replace(outputs=given.outputs._replace(nonfinite=nonfinite), flags=nonfinite.numel())
     options: dict[str, Any] = {
         "TILE_Q": mask.tile_q, "TILE_K": mask.tile_k, "GROUP": mask.group, "WIDTH": mask.stripe_width,
-        **_blocks(chosen, call.value_dim, Source.of(call).page), **chosen.options,
+        **_blocks(chosen, call.value_dim, 0 if call.pages is None else call.pages.page), **chosen.options,
     }  # fmt: skip
     return flat(given), options
 

@@ -59,6 +59,8 @@ class Choice:
     @property
     def reason(self) -> str:
         """Every refusal; kernels with one reason share it."""
+        if not self.refused:
+            return ""
         by_reason: dict[str, list[str]] = {}
         for one in self.refused:
             by_reason.setdefault(one.reason, []).append(one.kernel)
@@ -83,9 +85,13 @@ def families() -> tuple[Family, ...]:
     known = _KNOWN.get()
     if known is not None:
         return known
-    registry: Any = import_module("sparseprefill.registry").default_registry()
-    found: tuple[Family, ...] = registry.kernels()
+    found: tuple[Family, ...] = _above().default_registry().kernels()
     return found
+
+
+@cache
+def _above() -> Any:
+    return import_module("sparseprefill.registry")
 
 
 def precisions() -> tuple[str, ...]:

@@ -7,6 +7,7 @@ first without an objection serves; what the others had against the call stands i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,6 +54,11 @@ class Wanted:
     def exact(self) -> Wanted:
         """The same in the call's precision."""
         return self if self.precision == EXACT else evolve(self, precision=EXACT)
+
+    @cache  # noqa: B019 - of few values, and each is kept for good
+    def of(self, skips: bool, carry: bool, state: bool, together: bool) -> Wanted:
+        """The same precision, asked for a launch."""
+        return evolve(self, skips=skips, carry=carry, state=state, together=together)
 
 
 @frozen(kw_only=True)
@@ -128,12 +134,14 @@ class Launched:
     """What a launch leaves beside its outputs. Nothing of it is read from the device.
 
     nonfinite: int8 ``[B * Hq * query blocks]``, 1 where a sum of the block is NaN or infinite; those blocks are computed
-    again, with care for keys that a row may not see. None where the kernel does not tell: its output is looked at.
+    again, with care for keys that a row may not see. None where the kernel does not tell: its output is looked at, unless
+    it was `repaired`, so that such keys reach no row that may not see them.
     voting: where steps were left out, query rows of a block, rows that vote together, and keys of a step.
     errors: float32 ``[B, Hq]``, of a reduced precision (`plan.Rounding`).
     """
 
     nonfinite: Tensor | None = None
+    repaired: bool = False
     voting: tuple[int, int, int] | None = None
     errors: Tensor | None = None
 
