@@ -128,8 +128,9 @@ def _launch(
         job = Job(call=choice.call, mask=mask, wanted=choice.wanted, arguments=given, requests=requests)
         made = launched(choice, job)
     if not made.repaired:
-        nonfinite = _flags(job) if made.nonfinite is None else made.nonfinite
-        _repair(*_ready(job, nonfinite), nonfinite.numel())
+        chosen = _settings(job.call, mask)
+        nonfinite = _flags(job, chosen) if made.nonfinite is None else made.nonfinite
+        _repair(*_ready(job, nonfinite, chosen), nonfinite.numel())
     counted, voting = given.outputs.skipped, made.voting
     skipped = None if counted is None or voting is None else Skipped(counted.sum(-1), *voting)
     return Kernel(choice.family.name, choice.reason), skipped, made.errors
@@ -172,12 +173,13 @@ def _arguments(
 
 def forward(job: Job) -> Launched:
     """The portable kernel over all query blocks, and once more over those that it flags; see `attention.record`."""
-    blocks, chosen = _blocks_of(job), _settings(job.call, job.mask)
+    chosen, lines = _settings(job.call, job.mask), _lines(job)
+    blocks = _blocks_of(job, chosen)
     # Requests with fewer blocks than the longest leave flags unwritten.
     make = torch.empty if job.requests is None else torch.zeros
-    nonfinite = make(blocks * _lines(job), dtype=torch.int8, device=job.call.q.device)
-    arguments, options = _ready(job, nonfinite)
-    sparse_attention_fwd_kernel[(blocks, _lines(job))](*arguments, **options, REPAIR=False)
+    nonfinite = make(blocks * lines, dtype=torch.int8, device=job.call.q.device)
+    arguments, options = _ready(job, nonfinite, chosen)
+    sparse_attention_fwd_kernel[(blocks, lines)](*arguments, **options, REPAIR=False)
     _repair(arguments, options, nonfinite.numel())
     voting = (chosen.block_m, chosen.block_m, chosen.block_n) if job.wanted.skips else None
     return Launched(repaired=True, voting=voting)
@@ -189,9 +191,9 @@ def _repair(arguments: list[Any], options: dict[str, Any], flags: int) -> None:
     sparse_attention_fwd_kernel[(programs,)](*arguments, **options, REPAIR=True)
 
 
-def _ready(job: Job, nonfinite: Tensor) -> tuple[list[Any], dict[str, Any]]:
+def _ready(job: Job, nonfinite: Tensor, chosen: Settings) -> tuple[list[Any], dict[str, Any]]:
     """Arguments and constants of the portable kernel."""
-    given, call, mask, chosen = job.arguments, job.call, job.mask, _settings(job.call, job.mask)
+    given, call, mask = job.arguments, job.call, job.mask
     given = given._replace(outputs=given.outputs._replace(nonfinite=nonfinite), flags=nonfinite.numel())
     options: dict[str, Any] = {
         "TILE_Q": mask.tile_q, "TILE_K": mask.tile_k, "GROUP": mask.group, "WIDTH": mask.stripe_width,
@@ -200,19 +202,19 @@ def _ready(job: Job, nonfinite: Tensor) -> tuple[list[Any], dict[str, Any]]:
     return flat(given), options
 
 
-def _flags(job: Job) -> Tensor:
+def _flags(job: Job, chosen: Settings) -> Tensor:
     """Flags of a kernel that has none: all query blocks of a head whose output is not finite somewhere."""
     outputs = job.arguments.outputs
     found: Tensor = outputs.state.acc if outputs.out is None else outputs.out
     heads = found.isfinite().all(-1).all(-1).logical_not().to(torch.int8)  # [B, Hq]; of requests [1, Hq]
     lines = heads.expand(_lines(job) // heads.shape[1], -1)
-    return lines[..., None].expand(*lines.shape, _blocks_of(job)).flatten()
+    return lines[..., None].expand(*lines.shape, _blocks_of(job, chosen)).flatten()
 
 
-def _blocks_of(job: Job) -> int:
+def _blocks_of(job: Job, chosen: Settings) -> int:
     """Query blocks of the portable kernel in one head."""
     rows: int = job.arguments.mask.tile_rows
-    return rows * (job.mask.tile_q // _settings(job.call, job.mask).block_m)
+    return rows * (job.mask.tile_q // chosen.block_m)
 
 
 def _lines(job: Job) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from attrs import evolve
 
@@ -15,39 +16,41 @@ if TYPE_CHECKING:
 CAPABILITY = (9, 0)
 
 
-def objection(call: AttentionCall, mask: SparseMask, wanted: Wanted) -> str | None:
-    """In 16 bits."""
+@cache
+def _launcher() -> Any:
+    # Gluon is experimental: names come and go with Triton's versions.
     from sparseprefill.kernels.hopper import launch
 
-    return launch.objection(call, mask, wanted)
+    return launch
+
+
+def objection(call: AttentionCall, mask: SparseMask, wanted: Wanted) -> str | None:
+    """In 16 bits."""
+    reason: str | None = _launcher().objection(call, mask, wanted)
+    return reason
 
 
 def unrounded(call: AttentionCall, mask: SparseMask, wanted: Wanted) -> str | None:
     """In 8 bits."""
-    from sparseprefill.kernels.hopper import launch
-
-    return launch.objection(call, mask, wanted) or launch.unrounded(call, mask)
+    reason: str | None = _launcher().objection(call, mask, wanted) or _launcher().unrounded(call, mask)
+    return reason
 
 
 def copied(call: AttentionCall, mask: SparseMask, wanted: Wanted) -> bool:
     """Of pages that it does not read, or reads more slowly than a copy."""
-    from sparseprefill.kernels.hopper import launch
-
-    return launch.copied(call, mask, wanted)
+    return bool(_launcher().copied(call, mask, wanted))
 
 
 def run(job: Job) -> Launched:
     """In 16 bits."""
-    from sparseprefill.kernels.hopper import launch
-
-    return launch.launch(job)
+    made: Launched = _launcher().launch(job)
+    return made
 
 
 def run_rounded(job: Job) -> Launched:
     """In 8 bits, but for heads beyond the bound."""
-    from sparseprefill.kernels.hopper import launch
-
-    return launch.launch_eight(job)
+    made: Launched = _launcher().launch_eight(job)
+    return made
 
 
 HOPPER = Family(
