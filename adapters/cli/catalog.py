@@ -114,7 +114,7 @@ def plugins(json: Json = False) -> None:
         facts = [asdict(one) for one in found]
         render.write_json([{**fact, "error": _error(one) or None} for fact, one in zip(facts, found, strict=True)])
         return
-    offers = ("methods", "refiners", "correctors")
+    offers = ("methods", "refiners", "correctors", "kernels")
     rows = [
         (one.name, one.distribution, one.version, *(", ".join(getattr(one, kind)) for kind in offers), _error(one))
         for one in found

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from ..evaluation.outcome import Contender
 
-AROUND = ("refiners", "corrector")
+AROUND = ("refiners", "corrector", "executor")
 """What a configuration puts around a method; ``--set`` takes it like a parameter."""
 DENSE = "dense"
 """The registry's method that computes the same, through the sparse executor; left out unless it is named."""
@@ -174,10 +174,10 @@ def contenders(
     """Everything to compare, built: methods, configuration files and profiles.
 
     names: of methods; None for every one that is registered but dense. settings: texts ``name.parameter=value``, where
-    refiners and a corrector may be set like parameters, as in a configuration. model: its path, None for the embedded
-    one, whose methods get what suits it where no setting says otherwise. tail: last rows that get every key, as
-    `attach` takes it. floor: of the recall of every method but dense, unless it has a setting of its own. Raises
-    CommandError or the library's own errors for what does not fit.
+    refiners, a corrector and an executor may be set like parameters, as in a configuration. model: its path, None for
+    the embedded one, whose methods get what suits it where no setting says otherwise. tail: last rows that get every
+    key, as `attach` takes it. floor: of the recall of every method but dense, unless it has a setting of its own.
+    Raises CommandError or the library's own errors for what does not fit.
     """
     from sparseprefill.config import from_config
 
@@ -206,7 +206,7 @@ def every(registry: Registry) -> list[str]:
 
 
 def _built(registry: Registry, name: str, given: Mapping[str, Any]) -> Pipeline | Route:
-    """A method with its parameters, and with the refiners and corrector that stand among them."""
+    """A method with its parameters, and with the refiners, corrector and executor among them."""
     own = fields_dict(registry.get(name).config)
     if not any(key in given and key not in own for key in AROUND):
         made: Pipeline | Route = registry.build(name, **given)

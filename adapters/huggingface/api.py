@@ -17,6 +17,7 @@ from sparseprefill.registry import default_registry
 from sparseprefill.route import Route, gated
 
 from ..session.defaults import MIN_QUERY, TAIL
+from ..session.options import HostOptions
 from ..session.session import Observe, Session, check_flag
 from ..session.watch import RECALL_EVERY
 
@@ -85,23 +86,22 @@ def attach(
     ImportError without transformers.
     """
     check_flag("verify", verify)
-    check_flag("skip_unread", skip_unread)
     check_flag("replace", replace)
-    profile = None if profile is None else Profile.load(profile)
-    given = Route.of(_pipeline(method, profile, parameters)).with_recall(recall)
-    # A route's own gate goes before "auto"; any other choice goes before a route's own.
-    route = given if gate == AUTO and given.gate is not None else Route.of(gated(given, gate))
-    session = Session(
-        route,
+    options = HostOptions(
         min_query=min_query,
         layers=layers,
         strict=strict,
         measure=measure,
-        observe=observe,
         tail=tail,
         recall_every=recall_every,
         strict_recall=strict_recall,
+        skip_unread=skip_unread,
     )
+    profile = None if profile is None else Profile.load(profile)
+    given = Route.of(_pipeline(method, profile, parameters)).with_recall(recall)
+    # A route's own gate goes before "auto"; any other choice goes before a route's own.
+    route = given if gate == AUTO and given.gate is not None else Route.of(gated(given, gate))
+    session = Session(route, options, observe=observe)
     _need_transformers()
     from .handle import replacing
     from .inspection import check, find_decoder

@@ -22,6 +22,7 @@ from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan, Result
 from sparseprefill.route import Route
 
+from ..session.options import HostOptions
 from ..session.report import Report
 from ..session.session import Session
 from .attention import autocast_type
@@ -176,7 +177,8 @@ def _attached(
     def observe(call: AttentionCall, result: Result) -> None:
         calls[call.layer] = call
 
-    session = Session(_full(route), min_query=SHORTEST, observe=observe, warn=False, tail=0, recall_every=0)
+    options = HostOptions(min_query=SHORTEST, tail=0, recall_every=0)
+    session = Session(_full(route), options, observe=observe, warn=False)
     handle = Handle(decoder, session, threading.current_thread(), model=model)
     handle.bind()
     try:
@@ -206,7 +208,7 @@ def compare_unread(model: torch.nn.Module, decoder: PreTrainedModel, route: Rout
     inputs = {**next(_trials(model, decoder, 300)).inputs, "logits_to_keep": 1}
     found: list[list[Tensor]] = []
     for layer in (None, last):
-        session = Session(_full(route), min_query=SHORTEST, warn=False, recall_every=0)
+        session = Session(_full(route), HostOptions(min_query=SHORTEST, recall_every=0), warn=False)
         handle = Handle(decoder, session, threading.current_thread(), layer, model=model)
         with torch.no_grad(), _evaluating(model), handle:
             found.append(_outputs(model(**inputs)))

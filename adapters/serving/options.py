@@ -6,7 +6,7 @@ import threading
 from collections.abc import Container, Mapping
 from typing import Any
 
-from attrs import Attribute, asdict, field, fields, frozen
+from attrs import asdict, field, fields, frozen
 
 from sparseprefill.breakeven.gate import AUTO, GateChoice
 from sparseprefill.config import KEYS, check_keys, from_config
@@ -15,10 +15,9 @@ from sparseprefill.pipeline import Pipeline
 from sparseprefill.registry import Registry
 from sparseprefill.route import Route
 from sparseprefill.structure import structure, table
-from sparseprefill.validate import MOST_ROWS, flag, maybe, number, one_of, whole
+from sparseprefill.validate import flag, maybe, number, one_of, whole
 
-from ..session.defaults import TAIL
-from ..session.watch import RECALL_EVERY, check_every, check_strict
+from ..session.options import HostOptions, prefill_rows
 from .wishes import OFF, SWITCH, mistyped
 
 TABLE = SWITCH
@@ -53,37 +52,21 @@ class Source:
             raise type(error)(f"{self.at}.config: {error}") from error
 
 
-def _every(_: object, attribute: Attribute[Any], value: object) -> None:
-    check_every(attribute.name, value)
-
-
 @frozen(kw_only=True)
-class Settings:
-    """The adapter's own options.
+class Settings(HostOptions):
+    """The adapter's own options, beside those of every host (`HostOptions`).
 
     chunk: tokens of a prompt between two cuts into chunks, whatever else is in a batch; None to cut as the server does.
     copies: whether kernels may copy K and V of a layer out of their pages where that is faster.
     log_interval: seconds between two summary lines in the log; 0 for none, None for the server's own interval.
-    min_query: query rows from which a request's chunk runs sparse, 2 or more, so that decoding stays dense. layers:
-    indices to run sparse; None for all. strict: refuse to start where a layer would stay dense. measure: count the
-    density of every call at once. tail: last query rows of a prompt that get every key; 0 for none.
-    recall_every: of how many prefills the recall of one is measured; 0 for none. strict_recall: below which a measured
-    call is counted, and the first is logged as a warning; None for neither. skip_unread: compute no rows of the last
-    layer that nobody reads. warm_up: compile the kernels at start; None to do as the server does. log_level: of the
-    library's messages in the server's log.
+    min_query: query rows from which a request's chunk runs sparse. warm_up: compile the kernels at start; None to do as
+    the server does. log_level: of the library's messages in the server's log.
     """
 
     chunk: int | None = field(default=None, validator=maybe(whole(2)))
     copies: bool = field(default=True, validator=flag())
     log_interval: float | None = field(default=None, validator=maybe(number(0, threading.TIMEOUT_MAX)))
-    min_query: int = field(default=MIN_QUERY, validator=whole(2))
-    layers: tuple[int, ...] | None = None
-    strict: bool = field(default=False, validator=flag())
-    measure: bool = field(default=False, validator=flag())
-    tail: int = field(default=TAIL, validator=whole(0, MOST_ROWS))
-    recall_every: int = field(default=RECALL_EVERY, validator=_every)
-    strict_recall: float | None = field(default=None, validator=maybe(number(0, 1)))
-    skip_unread: bool = field(default=False, validator=flag())
+    min_query: int = field(default=MIN_QUERY, validator=prefill_rows)
     warm_up: bool | None = field(default=None, validator=maybe(flag()))
     log_level: str = field(default="info", validator=one_of("debug", "info", "warning", "error"))
 
@@ -126,8 +109,7 @@ def read_table(given: object, without: Container[str] = ()) -> Options:
     own, facts = [key for key in OWN if key not in without], table(given, TABLE)
     check_keys(facts, (*own, "config", "profiles", *KEYS), TABLE)
     found: Settings = structure(Settings, {key: facts[key] for key in own if key in facts}, TABLE, short=True)
-    every, strict = found.recall_every, found.strict_recall
-    check_strict(f"{TABLE}.strict_recall", strict, every, f"{TABLE}.recall_every")
+    found.check(TABLE)
     profiles = _profiles(facts.get("profiles", {}))
     return Options(source=_source(facts, TABLE), profiles=profiles, **asdict(found, recurse=False))
 

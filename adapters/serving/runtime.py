@@ -259,13 +259,9 @@ def _served(source: Source, options: Options, model: Model, owner: Owner, summar
     tally = Tally(options.measure, model.identity.layers, evolve(owner, method=route.name), summary)
     session = Session(
         route,
-        min_query=options.min_query,
-        layers=options.layers,
+        evolve(options, strict=False, measure=False),  # of a server's start, and of its tally
         observe=tally.observe,
         gate=source.gate,
-        tail=options.tail,
-        recall_every=options.recall_every,
-        strict_recall=options.strict_recall,
         hear_recall=tally.recall,
         off=NO_GATE,
     )

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from sparseprefill.mask.geometry import Geometry
     from sparseprefill.mask.mask import SparseMask
-    from sparseprefill.plan import EightBits, Result
+    from sparseprefill.plan import Result, Rounding
 
 
 @frozen(eq=False)
@@ -92,7 +92,7 @@ class LayerRecord:
     pairs measured in it. waiting: results of it that are not measured yet; held: bytes of them, which count in `room`,
     too, without those counted at once. lost: some result was neither kept nor counted, in a CUDA graph's capture or for
     lack of memory, so that the density is unknown. skips: whether a result of it could leave out pairs by their logits;
-    skipped: how many did, and how many the masks held. eight: of its last call in 8 bits.
+    skipped: how many did, and how many the masks held. rounded: of its last call in a reduced precision.
     """
 
     layer: int
@@ -110,7 +110,7 @@ class LayerRecord:
     total: tuple[int, int] = (0, 0)
     skips: bool = False
     skipped: tuple[int, int] = (0, 0)
-    eight: EightBits | None = None
+    rounded: Rounding | None = None
 
     def count(self, mode: Mode, sizes: tuple[int, int, int]) -> None:
         """One call ran in `mode`; sizes: batch rows, queries, keys."""
@@ -121,7 +121,7 @@ class LayerRecord:
         """One call of the prefill `serial` ran sparse. most: see `keep`; None to `measure` at once."""
         self.count("sparse", sizes)
         self.begin(serial)
-        self.eight = result.eight or self.eight
+        self.rounded = result.rounded or self.rounded
         if most is None:
             self.measure(Uncounted.of(result))
         else:
@@ -131,7 +131,7 @@ class LayerRecord:
         """Forget the results of the prefill before, if `serial` is another."""
         if serial != self.serial:
             self.serial, self.pairs, self.lost = serial, (0, 0), False
-            self.skips, self.skipped, self.eight = False, (0, 0), None
+            self.skips, self.skipped, self.rounded = False, (0, 0), None
             self.waiting.clear()
             self._hold(0)
 
@@ -182,7 +182,7 @@ class LayerRecord:
             density=None if self.lost or self.last != "sparse" else _ratio(self.pairs),
             mean_density=_ratio(self.total) if mean else None,
             skipped=None if self.lost or self.last != "sparse" or not self.skips else _ratio(self.skipped),
-            in_16_bits=None if self.eight is None or self.last != "sparse" else _heads_of(~self.eight.heads),
+            in_16_bits=None if self.rounded is None or self.last != "sparse" else _heads_of(~self.rounded.heads),
             recall=recall,
             batch=batch,
             query_length=queries,

@@ -21,20 +21,17 @@ from sparseprefill.memory import Memory
 from sparseprefill.pipeline import SHARE, Pipeline
 from sparseprefill.plan import Kernel, Plan, Planned, Remark, Result
 from sparseprefill.route import Route, gated
-from sparseprefill.validate import MOST_ROWS
 
-from .defaults import MIN_QUERY, TAIL
 from .kinds import MOST, Kinds
 from .ledger import LayerRecord, Room
+from .options import HostOptions
 from .prospects import NOT_CHOSEN, prospects
 from .report import Report
 from .unread import as_whole, read_part
-from .watch import RECALL_EVERY, Hear, RecallWatch, check_every, check_strict
+from .watch import Hear, RecallWatch
 
 T = TypeVar("T")
 Observe = Callable[[AttentionCall, Result], None]
-MOST_LAYERS = 1 << 16
-"""More indices than any model has layers are refused, before an endless iterator is read to no end."""
 KEPT_BYTES = 64 << 20
 """What masks may take that wait for a report to count them, a round guess; beyond, the device counts at once."""
 WHOLE = (
@@ -46,6 +43,7 @@ UNREAD = (
 )
 UNSKIPPED = "the executor cannot skip tiles by their logits; it computed the whole mask"
 APART = "requests of one step were computed one by one, since together they failed: {error}"
+USUAL = HostOptions()
 log = logging.getLogger(__name__)
 
 
@@ -88,51 +86,35 @@ class _Begun:
 class Session:
     """A pipeline at work in one host. Threads may share it; a Prefill belongs to one of them at a time.
 
-    min_query: query rows from which a call is prefill. layers: indices to run sparse; None for all.
-    strict: raise UnsupportedCallError instead of falling back. measure: count every call's pairs at once (host sync);
-    otherwise the masks of the last prefill wait for `report`, or, beyond `KEPT_BYTES`, their counts on the device.
+    options: see `HostOptions`; with `strict` UnsupportedCallError is raised instead of falling back, and without
+    `measure` masks wait for `report`, or, beyond `KEPT_BYTES`, their counts on the device.
     observe: called as ``observe(call, result)`` after every sparse call. warn: log the first fallback of each reason.
     gate: judges each call by its sizes ("auto", a table or its path, a Gate; None for the route's own, if it has one);
     what it finds too small for the method the host computes, which is no failure and so nothing that `strict` raises
-    for. tail: last query rows of a prompt that get every key, whatever the method selects (`Pipeline.with_tail`); where
-    a call does not say how long its prompt is, the call's own last rows. 0 for none.
-    recall_every: of how many prefills that run sparse the recall of one is measured, the first among them; 0 for none.
-    strict_recall: the recall below which a measured call is counted, and the first is logged as a warning. hear_recall:
-    told of each measured call when its figures arrive, which no call waits for. off: how this host is told to have no
-    gate, for messages.
+    for. hear_recall: told of each measured call when its figures arrive, which no call waits for. off: how this host is
+    told to have no gate, for messages.
     """
 
     def __init__(
         self,
         pipeline: Pipeline | Route,
+        options: HostOptions = USUAL,
         *,
-        min_query: int = MIN_QUERY,
-        layers: Iterable[int] | None = None,
-        strict: bool = False,
-        measure: bool = False,
         observe: Observe | None = None,
         warn: bool = True,
         gate: GateChoice = None,
-        tail: int = TAIL,
-        recall_every: int = RECALL_EVERY,
-        strict_recall: float | None = None,
         hear_recall: Hear | None = None,
         off: str = OFF,
     ) -> None:
-        if not isinstance(min_query, int) or isinstance(min_query, bool) or not 2 <= min_query <= MOST_ROWS:
-            remedy = f"pass an integer from 2, so that decoding stays dense, to {MOST_ROWS}"
-            raise ParameterError(f"min_query is {printed(min_query)}: {remedy}")
-        check_flag("strict", strict)
-        check_flag("measure", measure)
+        options.check()
         if observe is not None and not callable(observe):
             raise ParameterError(f"observe is {printed(observe)}: pass a function of a call and its result, or None")
         route = Route.of(pipeline if gate is None or gate is False else gated(pipeline, gate))
-        self.route, self.tail, self._off = route.with_tail(tail).with_remedy(off), tail, off
-        self.min_query, self.strict = min_query, strict
-        self.layers = None if layers is None else _indices(layers)
-        self._measure, self._observe, self._warn = measure, observe, warn
-        every = check_every("recall_every", recall_every)
-        strict_recall = check_strict("strict_recall", strict_recall, every, "recall_every")
+        self.route, self.tail, self._off = route.with_tail(options.tail).with_remedy(off), options.tail, off
+        self.min_query, self.strict = options.min_query, options.strict
+        self.layers = None if options.layers is None else frozenset(options.layers)
+        self._measure, self._observe, self._warn = options.measure, observe, warn
+        every, strict_recall = options.recall_every, options.strict_recall
         self._watch = RecallWatch(route.name, every, strict_recall, hear_recall, self.note)
         self._records: dict[int, LayerRecord] = {}
         self._room = Room()
@@ -475,18 +457,3 @@ def check_flag(name: str, value: object) -> None:
     """ParameterError, with the option's name, for what is neither True nor False: any text would count as True."""
     if not isinstance(value, bool):
         raise ParameterError(f"{name} is {printed(value)}: pass True or False")
-
-
-def _indices(layers: Iterable[int]) -> frozenset[int]:
-    remedy = "pass layer indices, such as range(4, 32), or None"
-    try:
-        chosen = list(itertools.islice(None if isinstance(layers, str | bytes | Mapping) else layers, MOST_LAYERS + 1))  # type: ignore[arg-type]
-    except TypeError:
-        raise ParameterError(f"layers is {printed(layers)}: {remedy}") from None
-    if not chosen:
-        raise ParameterError("layers is empty: pass the layers to run sparse, such as range(4, 32), or None for all")
-    if len(chosen) > MOST_LAYERS:
-        raise ParameterError(f"layers is {printed(layers)}, which has more than {MOST_LAYERS} indices: {remedy}")
-    if any(not isinstance(layer, int) or isinstance(layer, bool) for layer in chosen):
-        raise ParameterError(f"layers is {printed(chosen)}: pass integers")
-    return frozenset(chosen)

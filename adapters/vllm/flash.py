@@ -1,4 +1,4 @@
-"""The CUDA backend on vLLM's FlashAttention 3: its default on Hopper."""
+"""The CUDA backend on vLLM's FlashAttention 3: its default on an H100."""
 
 # vLLM is not there where types are checked.
 # pyright: reportMissingImports=false

@@ -14,6 +14,7 @@ from attrs import NOTHING, evolve, fields, frozen
 from sparseprefill import structure
 from sparseprefill.breakeven.gate import AUTO
 from sparseprefill.errors import ParameterError, UnknownMethodError, nearest, printed
+from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.method import FLOOR, configured
 from sparseprefill.pipeline import Pipeline, Runner
 from sparseprefill.refiners.recall import floor_of
@@ -28,7 +29,7 @@ from sparseprefill.validate import FILE
 DEEPEST = 32
 """Unions within unions."""
 WHOLE = "the configuration"
-KEYS = ("corrector", "gate", "method", "name", "parameters", "profile", "recall", "refiners", "union")
+KEYS = ("corrector", "executor", "gate", "method", "name", "parameters", "profile", "recall", "refiners", "union")
 
 
 def from_config(
@@ -39,9 +40,10 @@ def from_config(
     source: the table, or the path of a ``.toml`` or ``.json`` file that holds it. Its keys are ``method`` with its
     ``parameters`` and ``profile``, or ``union``, a list of such tables; then ``refiners``, a list of tables with a
     ``name`` and the refiner's own parameters; ``recall``, the target of a floor behind all of them, or a table of its
-    parameters; ``corrector``, the name of one, or a table with its ``name`` and parameters; a ``name`` for the
-    pipeline; and its ``gate``, "auto" or the path of a break-even table. registry: where
-    methods are looked up; by default all that are installed. at: path of keys that leads to the table, for messages.
+    parameters; ``corrector``, the name of one, or a table with its ``name`` and parameters; ``executor``, a table of
+    `AutoExecutor`'s parameters, such as ``precision``; a ``name`` for the pipeline; and its ``gate``, "auto" or the
+    path of a break-even table. registry: where methods are looked up; by default all that are installed. at: path of
+    keys that leads to the table, for messages.
 
     Raises ParameterError, or UnknownMethodError, whose message begins with the path of the key at fault.
     """
@@ -61,7 +63,7 @@ def inner_method(given: str | Mapping[str, Any] | Pipeline | PatternEstimator, w
 
     Raises UnknownMethodError, or ParameterError: also for a method with a profile or a gate, which choose for the whole
     call; with observers, which would see what ran in its place; with a corrector, or with SkipSoftmax, which work on
-    what is executed.
+    what is executed; and for a table with an executor.
     """
     if isinstance(given, str | Mapping):
         made = from_config({"method": given} if isinstance(given, str) else given, at="inner")
@@ -77,6 +79,8 @@ def inner_method(given: str | Mapping[str, Any] | Pipeline | PatternEstimator, w
             "skips tiles while its plan is executed, but only its mask is used here; put SkipSoftmax on the method "
             "that takes inner"
         )
+    elif isinstance(given, Mapping) and "executor" in given:
+        words = "has an executor, which would not run; put it on the method that takes inner"
     elif made.corrects:
         words = "has a corrector, which would not run; put it on the method that takes inner"
     else:
@@ -143,6 +147,9 @@ class _Reader:
                 made = made.with_recall(floor_of(table["recall"]))
         if "corrector" in table:
             made = made.with_corrector(self._corrector(table["corrector"], at))
+        if "executor" in table:
+            executor = self._executor(table["executor"], join(at, "executor"))
+            made = made.each(lambda one: evolve(one, executor=executor))
         return self._gated(made, table["gate"], at) if "gate" in table else made
 
     def _gated(self, made: Pipeline | Route, given: Any, at: str) -> Pipeline | Route:
@@ -153,6 +160,14 @@ class _Reader:
             raise ParameterError(f'{here} is {printed(given)}: give "auto", the path of a break-even table, or false')
         with _located(here):
             return gated(made, AUTO if given == AUTO else self.folder / given)
+
+    def _executor(self, given: Any, at: str) -> AutoExecutor:
+        """The executor with a table's parameters."""
+        parameters = structure.table(given, at)
+        check_names(parameters, _names(AutoExecutor), at)
+        with _located(at, parameters):
+            executor: AutoExecutor = configured("executor", AutoExecutor, parameters)
+            return executor
 
     def _corrector(self, given: Any, at: str) -> Any:
         """A corrector by its name, or by a table of it and its parameters."""
@@ -212,7 +227,7 @@ class _Reader:
         for key in ("parameters", "profile"):
             if key in table:
                 raise ParameterError(f"{join(at, key)} has no meaning next to union: each of its tables has its own")
-        remedies = {key: f"put {key} next to union" for key in ("gate", "corrector")}
+        remedies = {key: f"put {key} next to union" for key in ("gate", "corrector", "executor")}
         remedies["profile"] = "give a method and its parameters"
         for i, one in _items(table, "union", at):
             for key, remedy in remedies.items():

@@ -11,11 +11,14 @@ A plugin is a module (or object) that implements one or more hooks, named in the
     @hookimpl
     def sparseprefill_refiners():
         return {"my-refiner": MyRefiner}
+
+    @hookimpl
+    def sparseprefill_kernels():
+        return [Family(name="my-kernel", ...)]
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from types import MappingProxyType
@@ -26,10 +29,11 @@ from attrs import Attribute, field, fields, frozen, has
 
 from sparseprefill.errors import ParameterError, SparsePrefillError, nearest, printable, printed, told
 from sparseprefill.profiles.table import NeededTable
-from sparseprefill.validate import fitting
+from sparseprefill.validate import NAME, fitting, is_name
 
 # Whoever lists methods, such as `sparseprefill --help`, does not wait for torch: it is imported where one is built.
 if TYPE_CHECKING:
+    from sparseprefill.kernels.family.record import Family
     from sparseprefill.pipeline import Pipeline
     from sparseprefill.stages import Corrector, MaskRefiner
 
@@ -37,8 +41,6 @@ PROJECT = "sparseprefill"
 """The entry-point group of plugins, and what the names of hooks begin with."""
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
-NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
-"""Names of methods, refiners and correctors."""
 FLOOR = "recall"
 """A parameter that every method has besides its own: see `Pipeline.with_recall`."""
 
@@ -79,10 +81,6 @@ def _check_config(_: object, __: object, value: Any) -> None:
         )
     if FLOOR in (one.alias for one in fields(value)):
         raise ParameterError(f"Method.config has the field {FLOOR}, the name of every method's recall floor: rename it")
-
-
-def _is_name(value: object) -> bool:
-    return isinstance(value, str) and NAME.fullmatch(value) is not None
 
 
 def _is_text(value: object) -> bool:
@@ -135,7 +133,7 @@ class Method:
     table: what it needs to know of each model, measured once; None if it needs nothing.
     """
 
-    name: str = field(validator=fitting("Method", _is_name, "lower-case words joined by hyphens, such as 'my-method'"))
+    name: str = field(validator=fitting("Method", is_name, "lower-case words joined by hyphens, such as 'my-method'"))
     summary: str = field(validator=fitting("Method", _is_text, "one line of text"))
     config: type = field(validator=_check_config)
     build: Callable[[Any], Pipeline] = field(
@@ -209,3 +207,11 @@ def sparseprefill_refiners() -> Mapping[str, type[MaskRefiner]]:  # type: ignore
 @hookspec
 def sparseprefill_correctors() -> Mapping[str, type[Corrector]]:  # type: ignore[empty-body]
     """The correctors that this plugin offers, as `sparseprefill_refiners` does."""
+
+
+@hookspec
+def sparseprefill_kernels() -> Iterable[Family]:  # type: ignore[empty-body]
+    """The attention kernels that this plugin offers, as records: `kernels.family.record.Family`.
+
+    Records are made when this is called; what launches is imported in their functions.
+    """

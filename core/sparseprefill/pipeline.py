@@ -390,7 +390,7 @@ class Pipeline(Runner):
             corrected="".join(stage.name for stage in self._correcting),
             kernels=tuple(recorder.kernels),
             skipped=recorder.skipped,
-            eight=recorder.eight,
+            rounded=recorder.rounded,
         )
 
     def _run_part(

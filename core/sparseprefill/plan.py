@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from functools import cached_property, reduce
 from operator import or_
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import evolve, field, frozen
@@ -252,10 +252,10 @@ class Planned:
 class Kernel:
     """What computed a result's output.
 
-    name: "reference", "cpu" (PyTorch's fused attention over gathered keys), "portable" (Triton, any GPU), "hopper"
-    (Gluon, compute capability 9.0), "torch" (dense attention of its own), or what an executor calls its own.
-    reason: why no faster one did, where there is one: what it has against the call or the GPU, or that this variant of
-    it does not compile or launch here.
+    name: "reference", "cpu" (PyTorch's fused attention over gathered keys), "torch" (dense attention of its own), the
+    name of a registered kernel, such as "portable" (Triton, any GPU), or what an executor calls its own.
+    reason: why none that comes before it did: each with what it has against the call or the GPU, or that this variant
+    of it does not compile or launch here, as in "my-kernel: a sliding window or softcap".
     """
 
     name: str
@@ -281,27 +281,29 @@ class Skipped:
     keys: int
 
 
-Precision = Literal["call", "int8"]
-"""What an executor computes in: the call's dtype, or 8 bits where it can."""
+EXACT = "call"
+"""The precision of the call's dtype; others are named by kernels (`Features.precisions`), such as "int8"."""
 BOUND = 0.1
-"""Of the error of a head in 8 bits, unless another is asked for. Rounding weights and values to e4m3's three bits alone
-makes 0.04 where attention is flat (docs/numerics.md)."""
+"""Of the error of a head in a reduced precision, unless another is asked for. Rounding weights and values to e4m3's
+three bits alone makes 0.04 where attention is flat (docs/numerics.md)."""
 
 
 @frozen(eq=False)
-class EightBits:
-    """What is known of a call that an executor computed in 8 bits.
+class Rounding:
+    """What is known of a call that was computed in a reduced precision.
 
-    errors: float32 ``[B, Hq]`` on the device: how far sampled query rows of each head are from the same in 16 bits, as
-    a share of their norm. bound: of the executor; heads beyond it were computed in 16 bits.
+    kind: the precision, such as "int8". errors: float32 ``[B, Hq]`` on the device: how far sampled query rows of each
+    head are from the same in the call's precision, as a share of their norm. bound: of the executor; heads beyond it
+    were computed in the call's precision.
     """
 
+    kind: str
     errors: Tensor
     bound: float
 
     @property
     def heads(self) -> Tensor:
-        """bool ``[B, Hq]``: those that were computed in 8 bits."""
+        """bool ``[B, Hq]``: those that were computed in the reduced precision."""
         return self.errors <= self.bound
 
 
@@ -336,7 +338,7 @@ class Result:
     not tell.
     skipped: what the executor left out of the mask while it ran, and who voted; None where the plan asks for nothing of
     the kind, or the executor does not do it.
-    eight: of a call in 8 bits, what they cost; None otherwise, for a reason that `kernels` has.
+    rounded: of a call in a reduced precision, what that cost; None otherwise, for a reason that `kernels` has.
     """
 
     out: Tensor
@@ -348,7 +350,7 @@ class Result:
     corrected: str = field(default="", kw_only=True)
     kernels: tuple[Kernel, ...] = field(default=(), kw_only=True)
     skipped: Skipped | None = field(default=None, kw_only=True)
-    eight: EightBits | None = field(default=None, kw_only=True)
+    rounded: Rounding | None = field(default=None, kw_only=True)
 
     @cached_property
     def mask(self) -> SparseMask:

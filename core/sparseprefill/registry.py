@@ -23,9 +23,11 @@ from sparseprefill.errors import (
     printed,
     told,
 )
-from sparseprefill.method import NAME, PROJECT, Method, hookimpl
+from sparseprefill.method import PROJECT, Method, hookimpl
+from sparseprefill.validate import NAME
 
 if TYPE_CHECKING:
+    from sparseprefill.kernels.family.record import Family
     from sparseprefill.pipeline import Pipeline
     from sparseprefill.profiles.profile import Profile
     from sparseprefill.route import Route
@@ -34,9 +36,11 @@ if TYPE_CHECKING:
 ONLY = "SPARSEPREFILL_PLUGINS"
 REMEDY = f"uninstall one, or name the plugins to load in {ONLY}"
 CORE = "core"
-"""The plugin that every registry begins with: the refiners of core itself."""
+"""The plugin that every registry begins with: the refiners and kernels of core itself."""
 KINDS = ("method", "refiner", "corrector")
-"""What plugins offer by name, each kind through a hook of its own: Methods, or classes of stages."""
+"""What configurations name: Methods, or classes of stages."""
+OFFERED = (*KINDS, "kernel")
+"""What plugins offer by name, each kind through a hook of its own; kernels are chosen by the call and never named."""
 KEY = "name"
 """What a table of a configuration calls its refiner or corrector by, beside the parameters."""
 log = logging.getLogger(__name__)
@@ -52,6 +56,7 @@ class PluginRecord:
     methods: tuple[str, ...] = ()
     refiners: tuple[str, ...] = ()
     correctors: tuple[str, ...] = ()
+    kernels: tuple[str, ...] = ()
     error: BaseException | None = None
 
     @property
@@ -60,7 +65,7 @@ class PluginRecord:
         return f"plugin {self.name!r} of {self.distribution} {self.version}".rstrip()
 
     def offers(self, kind: str) -> tuple[str, ...]:
-        """The names of one kind: "method", "refiner" or "corrector"."""
+        """The names of one kind: "method", "refiner", "corrector" or "kernel"."""
         names: tuple[str, ...] = getattr(self, f"{kind}s")
         return names
 
@@ -68,18 +73,20 @@ class PluginRecord:
 class Registry:
     """Owns a PluginManager of its own; `default_registry()` is the one that the public functions use.
 
-    It begins with one plugin, ``core``: the refiners that belong to no single paper. kinds: what plugins are asked for,
-    "method", "refiner" and "corrector"; methods alone are listed without importing torch, unless a plugin does.
+    It begins with one plugin, ``core``: the refiners that belong to no single paper, and the kernels. kinds: what
+    plugins are asked for, "method", "refiner", "corrector" and "kernel"; methods alone are listed without importing
+    torch, unless a plugin does.
     """
 
-    def __init__(self, kinds: Collection[str] = KINDS) -> None:
+    def __init__(self, kinds: Collection[str] = OFFERED) -> None:
         self._kinds = kinds
         self._manager = pluggy.PluginManager(PROJECT)
         self._manager.add_hookspecs(hooks)
-        self._known: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
+        self._known: dict[str, dict[str, Any]] = {kind: {} for kind in OFFERED}
+        self._kernels: tuple[Family, ...] = ()
         self._records: list[PluginRecord] = []
         self._left_out: set[str] = set()
-        if "refiner" in kinds:
+        if not {"refiner", "kernel"}.isdisjoint(kinds):
             self.register(_Core(), CORE, PROJECT)
 
     def load_entry_points(self, points: Iterable[EntryPoint] | None = None) -> None:
@@ -137,6 +144,7 @@ class Registry:
             raise PluginLoadError(f"{record.source}: {type(error).__name__}: {told(error)}") from error
         for kind, found in answers.items():
             self._known[kind].update(found)
+        self._kernels = tuple(self._known["kernel"].values())
         offered: dict[str, Any] = {f"{kind}s": tuple(found) for kind, found in answers.items()}
         record = evolve(record, **offered)
         self._keep(record)
@@ -163,18 +171,14 @@ class Registry:
         """What a plugin's hooks offer: by kind, then by name."""
         hooks = {
             kind: one.function
-            for kind in KINDS
+            for kind in OFFERED
             for one in getattr(self._manager.hook, _hook(kind)).get_hookimpls()
             if one.plugin_name == name
         }
         if not hooks:
-            known = ", ".join(f"{_hook(kind)}()" for kind in KINDS)
+            known = ", ".join(f"{_hook(kind)}()" for kind in OFFERED)
             raise PluginLoadError(f"plugin {name!r} implements no hook: add @hookimpl to one of {known}")
-        return {
-            kind: (_methods if kind == "method" else _classes)(answer(), kind, name)
-            for kind, answer in hooks.items()
-            if kind in self._kinds
-        }
+        return {kind: READERS[kind](answer(), kind, name) for kind, answer in hooks.items() if kind in self._kinds}
 
     def _check_free(self, answers: Mapping[str, Iterable[str]], record: PluginRecord) -> None:
         for kind, names in answers.items():
@@ -190,6 +194,7 @@ class Registry:
                 for kind, known in self._known.items():
                     for one in record.offers(kind):
                         del known[one]
+        self._kernels = tuple(self._known["kernel"].values())
         self._records = [record for record in self._records if record.name != name]
         plugin = self._manager.get_plugin(name)
         if plugin is not None:
@@ -200,7 +205,7 @@ class Registry:
         return tuple(self._records)
 
     def offered(self, kind: str) -> Mapping[str, Any]:
-        """Methods, or classes of refiners or correctors, by name, sorted. kind: "method", "refiner" or "corrector"."""
+        """Methods, classes of refiners or correctors, or records of kernels, by name. kind: one of `OFFERED`."""
         return dict(sorted(self._known[kind].items()))
 
     def methods(self) -> Mapping[str, Method]:
@@ -214,6 +219,10 @@ class Registry:
     def correctors(self) -> Mapping[str, type[Corrector]]:
         """Class of a corrector by name, sorted."""
         return self.offered("corrector")
+
+    def kernels(self) -> tuple[Family, ...]:
+        """Records of attention kernels, in the order in which they were offered; one tuple until that changes."""
+        return self._kernels
 
     def get(self, name: str | None) -> Method:
         """The method of this name; UnknownMethodError lists the nearest, PluginLoadError a plugin that broke.
@@ -235,7 +244,7 @@ class Registry:
 
     def kinds(self, name: str) -> tuple[str, ...]:
         """The kinds that have this name, of "method", "refiner" and "corrector"; the errors of `get` where none has."""
-        found = tuple(kind for kind, known in self._known.items() if name in known)
+        found = tuple(kind for kind in KINDS if name in self._known[kind])
         if not found:
             raise self._unknown(KINDS, name)
         return found
@@ -293,7 +302,13 @@ class Registry:
 
 
 class _Core:
-    """The plugin of core itself: the refiners that belong to no single paper."""
+    """The plugin of core itself: the refiners that belong to no single paper, and the kernels."""
+
+    @hookimpl
+    def sparseprefill_kernels(self) -> Iterable[Family]:
+        from sparseprefill.kernels.family.shipped import SHIPPED
+
+        return SHIPPED
 
     @hookimpl
     def sparseprefill_refiners(self) -> Mapping[str, type[MaskRefiner]]:
@@ -331,14 +346,27 @@ def _hook(kind: str) -> str:
 
 def _methods(answer: Any, kind: str, plugin: str) -> Mapping[str, Method]:
     """Methods by name; PluginLoadError for an answer that holds something else."""
+    return _named(answer, kind, plugin, Method)
+
+
+def _kernels(answer: Any, kind: str, plugin: str) -> Mapping[str, Family]:
+    """Records of kernels by name; PluginLoadError for an answer that holds something else."""
+    from sparseprefill.kernels.family.record import Family
+
+    return _named(answer, kind, plugin, Family)
+
+
+def _named(answer: Any, kind: str, plugin: str, wanted: type) -> Mapping[str, Any]:
+    """Objects of one class by their names."""
     given: list[Any] = list(answer) if isinstance(answer, Iterable) else [answer]
-    for method in given:
-        if not isinstance(method, Method):
-            raise PluginLoadError(f"plugin {plugin!r} offers {printed(method)}: {_hook(kind)}() must return Methods")
-    names = [method.name for method in given]
+    for one in given:
+        if not isinstance(one, wanted):
+            words = f"{_hook(kind)}() must return {'Methods' if wanted is Method else 'Family records'}"
+            raise PluginLoadError(f"plugin {plugin!r} offers {printed(one)}: {words}")
+    names = [one.name for one in given]
     if len(set(names)) < len(names):
         raise PluginLoadError(f"plugin {plugin!r} offers the same name twice: {', '.join(sorted(names))}")
-    return {method.name: method for method in given}
+    return {one.name: one for one in given}
 
 
 def _classes(answer: Any, kind: str, plugin: str) -> Mapping[str, type]:
@@ -361,3 +389,7 @@ def _classes(answer: Any, kind: str, plugin: str) -> Mapping[str, type]:
         if KEY in (one.alias for one in fields(stage) if one.init):
             raise PluginLoadError(f"{given}: it has the field {KEY!r}, by which configurations call it: rename it")
     return dict(answer)
+
+
+READERS = {"method": _methods, "refiner": _classes, "corrector": _classes, "kernel": _kernels}
+"""By kind, what makes names and what they stand for of a hook's answer."""

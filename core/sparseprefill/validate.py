@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,8 @@ from attrs import Attribute
 
 from sparseprefill.errors import ParameterError, printed
 
+NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
+"""Names of what plugins offer: methods, refiners, correctors and kernels."""
 WIDEST = 1 << 63
 """Integers from it on are none for a device."""
 MOST_ROWS = (1 << 31) - 1
@@ -21,6 +24,11 @@ FILE = "sparseprefill.file"
 """Metadata of a field that may hold the path of a file: the words that are no paths. `from_config` takes a relative
 path in a configuration file from that file's folder: ``field(default=None, metadata={FILE: ("single",)})``."""
 Check = Callable[[Any, "Attribute[Any]", Any], None]
+
+
+def is_name(value: object) -> bool:
+    """Whether a value is a name of what a plugin offers: lower-case words joined by hyphens."""
+    return isinstance(value, str) and NAME.fullmatch(value) is not None
 
 
 def is_whole(value: object, least: int = 0, most: int = WIDEST - 1) -> bool:

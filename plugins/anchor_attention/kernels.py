@@ -15,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sparseprefill.kernels.settings import FUSED, HOPPER, Settings, capability, roomy
+from sparseprefill.kernels.family.chips import Chip, chip
+from sparseprefill.kernels.settings import FUSED, Settings
 from sparseprefill.kernels.source import Keys, strides
 from sparseprefill.kernels.steps import batch_row, factor, floor_div, load_rows, stored_rows
 
@@ -342,17 +343,17 @@ WORDS = 256  # words of flags per step of the compaction
 BATCH = 64  # keys settled at once
 
 
-def settings(capability: tuple[int, int], block_d: int, itemsize: int) -> Settings:
+def settings(chip: Chip, block_d: int, itemsize: int) -> Settings:
     """Settings of the scoring launch, block_m keys by block_n pooled queries.
 
-    capability: as `settings.capability` has it. block_d: head dimension, rounded up to a power of two. itemsize: bytes per element of k.
+    block_d: head dimension, rounded up to a power of two. itemsize: bytes per element of k.
     """
-    if not roomy(capability):
+    if not chip.large:
         return Settings(64, 64, 4, 2)
     if block_d > 128:
         return Settings(128, 64, 8, 2, tma=True)
     # 256 keys x 64 queries: each pooled query is read half as often as with 128 x 128, and two programs still fit.
-    cap = 128 if itemsize == 2 and capability == HOPPER else None  # measured there alone
+    cap = chip.registers if itemsize == 2 else None
     return Settings(256, 64, 8, 3, tma=True, maxnreg=cap)
 
 
@@ -413,7 +414,7 @@ def stripes(
 
 def choose(call: AttentionCall) -> Settings:
     """Settings of the scoring launch for the call's device and width."""
-    return settings(capability(call.q.device), triton.next_power_of_2(call.q.shape[-1]), call.q.element_size())
+    return settings(chip(call.q.device), triton.next_power_of_2(call.q.shape[-1]), call.q.element_size())
 
 
 def _rows_at_once(block: int) -> int:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
 
 QUERY_TILE = 128
-"""Tokens of the mask's query tiles, where they divide a tile of the method: the Hopper kernel's."""
+"""Tokens of the mask's query tiles, where they divide a tile of the method: those of the fastest kernel."""
 
 
 @frozen

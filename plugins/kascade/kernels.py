@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparseprefill.kernels.family.chips import chip
 from sparseprefill.kernels.sampled.mass import settings
-from sparseprefill.kernels.settings import FUSED, block, capability, cdiv
+from sparseprefill.kernels.settings import FUSED, block, cdiv
 from sparseprefill.kernels.source import Keys, strides
 from sparseprefill.kernels.steps import LOG2E, batch_row, factor, logits, stored_rows
 
@@ -163,7 +164,7 @@ def column_sums(call: AttentionCall, rows: Rows, begin: Tensor, until: int) -> T
     geometry, (batch, tiles, count) = call.geometry, rows.index.shape
     q, keys = call.q if call.q.stride(-1) == 1 else call.q.contiguous(), Keys.of(call)
     width = q.shape[-1]
-    chosen = settings(capability(q.device), block(width), q.element_size())
+    chosen = settings(chip(q.device), block(width), q.element_size())
     pairs = min(chosen.block_m, block(count * call.group))
     together = chosen.block_m // pairs
     groups, parts = cdiv(tiles, together), cdiv(count * call.group, pairs)

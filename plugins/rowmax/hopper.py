@@ -20,10 +20,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from sparseprefill.kernels.hopper.arguments import Sizes
-from sparseprefill.kernels.hopper.gluon import barrier, load_block
-from sparseprefill.kernels.hopper.paging import batch_row
-from sparseprefill.kernels.hopper.ring import advance
+from sparseprefill.kernels.roles.arguments import Sizes
+from sparseprefill.kernels.roles.gluon import barrier, load_block
+from sparseprefill.kernels.roles.paging import batch_row
+from sparseprefill.kernels.roles.ring import advance
 from sparseprefill.kernels.settings import FUSED, power_of_two
 
 from .kernels import HOPPER_TILE, LARGEST, NORM, RUNTIME

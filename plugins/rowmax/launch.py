@@ -12,16 +12,13 @@ import triton
 from torch import Tensor
 from triton.errors import TritonError
 
+from sparseprefill.kernels.family.chips import NONE, Chip, chip
 from sparseprefill.kernels.settings import (
     FUSED,
-    HOPPER,
-    IN_8_BITS,
     Settings,
     block,
-    capability,
     cdiv,
     power_of_two,
-    roomy,
 )
 from sparseprefill.kernels.source import Keys, strides
 from sparseprefill.kernels.steps import LOG2E
@@ -45,23 +42,23 @@ FAILED: list[Exception] = []
 
 
 @cache
-def settings(capability: tuple[int, int], block_d: int, itemsize: int) -> Settings:
-    """By `settings.capability`, head dimension, rounded up to a power of two, and bytes per element of a product's two
+def settings(chip: Chip, block_d: int, itemsize: int) -> Settings:
+    """By a chip's facts, head dimension, rounded up to a power of two, and bytes per element of a product's two
     sides. block_m: sampled rows, block_n: keys."""
     wide = block_d > 128
     if itemsize == 4:
         return Settings(32, 16, warps=8, stages=2)
-    if not roomy(capability):
+    if not chip.large:
         return Settings(64 if wide else 128, 64, warps=4, stages=2)
     # Two programs share a Hopper multiprocessor: one's maxima overlap the other's products.
-    cap = 128 if itemsize == 1 and capability == HOPPER else None  # measured there alone
+    cap = chip.registers if itemsize == 1 else None
     return Settings(128, 64 if wide else 128, warps=8, stages=4 - itemsize, maxnreg=cap)
 
 
 def in_8_bits(call: AttentionCall, precision: str) -> bool:
     """Whether products are of e4m3: where that is not ruled out, and the device, the type and the size allow it."""
     fits = call.q.element_size() == 2 and block(call.q.shape[3]) >= 32
-    return precision != "exact" and fits and capability(call.q.device) >= IN_8_BITS
+    return precision != "exact" and fits and chip(call.q.device).e4m3
 
 
 def remark(call: AttentionCall, config: RowMaxConfig) -> str:
@@ -93,7 +90,7 @@ def _chosen(call: AttentionCall, config: RowMaxConfig, dtype: torch.dtype) -> Te
     union, group, pairs = config.union == "group", call.group, geometry.batch * geometry.heads
     q = call.q if call.q.stride(-1) == 1 else call.q.contiguous()
     keys, factors = _rounded(call, tile) if in_8_bits(call, config.precision) else (Keys.of(call), None)
-    used = settings(capability(q.device), block(q.shape[3]), q.element_size() if factors is None else 1)
+    used = settings(chip(q.device), block(q.shape[3]), q.element_size() if factors is None else 1)
     height = used.block_m
     members, lines = power_of_two(group) if union else 1, power_of_two(per)
     units = geometry.batch * (call.kv_heads if union else geometry.heads)
@@ -163,7 +160,7 @@ def _find(
         BLOCK=config.block, WIDTH=config.column, BLOCK_M=used.block_m,
         BLOCK_N=min(used.block_n, block(config.block)),
         WINDOW=geometry.window is not None, PRECISION="ieee",
-        PACKED=factors is not None and capability(q.device) != (0, 0), **flags, **keys.flags, **used.options,
+        PACKED=factors is not None and chip(q.device).capability != NONE, **flags, **keys.flags, **used.options,
     )  # fmt: skip
 
 
@@ -171,7 +168,7 @@ def _for_hopper(call: AttentionCall, config: RowMaxConfig) -> bool:
     """Whether the kernel for Hopper can serve a call."""
     narrow = block(call.q.shape[3]) <= 128 and call.q.shape[3] >= 64
     plain = call.geometry.window is None and config.block == kernels.HOPPER_TILE and narrow
-    return plain and capability(call.q.device) == HOPPER and in_8_bits(call, config.precision)
+    return plain and chip(call.q.device).capability == (9, 0) and in_8_bits(call, config.precision)
 
 
 @cache

@@ -15,6 +15,7 @@ from sparseprefill.adapters.serving.model import Model
 from sparseprefill.adapters.serving.options import read_table
 from sparseprefill.adapters.serving.runtime import Runtime
 from sparseprefill.adapters.serving.tally import Owner
+from sparseprefill.adapters.session.options import HostOptions
 from sparseprefill.adapters.session.prospects import NOT_CHOSEN
 from sparseprefill.adapters.session.session import WHOLE, Fallback, Prefill, Session
 from torch.nn import functional
@@ -80,7 +81,7 @@ def test_layers_of_one_forward_are_judged_once(model: Any) -> None:
 
 
 def test_what_was_judged_once_minds_the_layers_asked_for() -> None:
-    session = Session(sp.build("streaming", **STREAMING), layers=[1])
+    session = Session(sp.build("streaming", **STREAMING), HostOptions(layers=[1]))
     for layer in range(3):
         session.again(layer, Fallback(BELOW, small=True), (1, 90, 90))
     assert [{NOT_CHOSEN: 1}, {BELOW: 1}, {NOT_CHOSEN: 1}] == [one.reasons for one in session.report("", "").layers]
@@ -184,7 +185,7 @@ def test_any_gate_will_do() -> None:
         def judge(self, call: sp.AttentionCall, method: str) -> Verdict:
             return Verdict(call.layer != 1, reason="layer 1 is not worth it" if call.layer == 1 else "")
 
-    session = Session(sp.build("streaming", **STREAMING), gate=Odd(), strict=True)
+    session = Session(sp.build("streaming", **STREAMING), HostOptions(strict=True), gate=Odd())
     x = torch.randn(1, 2, 40, 8)
     found = [session.run(sp.AttentionCall(x, x, x, layer=layer), Prefill()) for layer in range(3)]
     assert [False, True, False] == [isinstance(one, Fallback) for one in found]
@@ -203,7 +204,7 @@ def test_a_slow_host_may_have_small_calls_computed_densely() -> None:
     assert sp.output_error(out, causal) <= 1e-5
     report = session.report("none", "none")
     assert ({BELOW: 1}, {WHOLE: 1}) == (report.fallbacks, report.notes)
-    session = Session(sp.build("streaming", **STREAMING), layers=[3], gate=pays_from(500))
+    session = Session(sp.build("streaming", **STREAMING), HostOptions(layers=[3]), gate=pays_from(500))
     assert not getattr(session.run(call, Prefill()), "small", True)
 
 
@@ -290,3 +291,11 @@ def test_reasons_of_several_layers_are_told_once(model: Any) -> None:
     text = str(handle.report())
     assert 1 == text.count("gradients are recorded")
     assert "dense in 2 layers: gradients are recorded" in text
+
+
+def test_a_servers_table_takes_an_executor() -> None:
+    table = {"method": "streaming", "executor": {"precision": "int8"}}
+    made = read_table(table).build()
+    assert [one.executor for one in made.known] == [sp.AutoExecutor(precision="int8")]
+    with pytest.raises(sp.ParameterError, match=r"sparseprefill\.executor\.precision is 'int4'"):
+        read_table({**table, "executor": {"precision": "int4"}}).build()

@@ -23,6 +23,7 @@ from typer.testing import CliRunner, Result
 from helpers.harness_tasks import need_harness
 from sparseprefill import Method, MethodCollisionError, ParameterError, Pipeline, RecallFloor, Registry, Sink, hookimpl
 from sparseprefill import registry as registries
+from sparseprefill.executors.auto import AutoExecutor
 
 
 def invoke(*arguments: str, columns: int = 80) -> Result:
@@ -317,11 +318,13 @@ def test_show_of_a_kind_that_is_none() -> None:
 def test_set_takes_refiners_and_a_corrector() -> None:
     known = registries.default_registry()
     texts = ["streaming.sink=64", 'streaming.refiners=[{"name": "sink", "tiles": 2}]', "streaming.corrector=delta"]
+    texts += ['streaming.executor={"precision": "int8"}']
     (made,) = options.contenders(known, ["streaming"], texts, floor=0.9)
     pipeline = made.pipeline
     assert isinstance(pipeline, Pipeline)
     assert pipeline.refiners == (Sink(2), RecallFloor(target=0.9))  # the floor stands behind all of them
     assert pipeline.corrector == known.find("corrector", "delta")()
+    assert pipeline.executor == AutoExecutor(precision="int8")
     for text, message in {
         'streaming.refiners=[{"name": "sinc"}]': r"streaming\.refiners\[0\]\.name: no refiner is named 'sinc'",
         "streaming.corrector=delt": r"streaming\.corrector: no corrector is named 'delt'; did you mean 'delta'",
@@ -333,7 +336,7 @@ def test_set_takes_refiners_and_a_corrector() -> None:
 
 def test_plugins() -> None:
     rows = json.loads(invoke("plugins", "--json").stdout)
-    keys = {"name", "distribution", "version", "methods", "refiners", "correctors", "error"}
+    keys = {"name", "distribution", "version", "methods", "refiners", "correctors", "kernels", "error"}
     assert all(set(row) == keys for row in rows)
     stem = next(row for row in rows if row["name"] == "stem")
     assert (stem["methods"], stem["refiners"]) == ([], ["position-decay", "value-weights"])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from attrs import evolve, frozen
 from sparseprefill.adapters.huggingface import attach
+from sparseprefill.adapters.session.options import HostOptions
 from sparseprefill.adapters.session.prospects import SLIDING, prospects
 from sparseprefill.adapters.session.session import Session
 
@@ -76,7 +77,7 @@ def test_layers_that_leave_sliding_windows_alone(caplog: pytest.LogCaptureFixtur
 
 
 def test_layers_that_leave_none() -> None:
-    session = Session(FULL, layers=[5])
+    session = Session(FULL, HostOptions(layers=[5]))
     with pytest.raises(
         sp.AttachError, match="streaming can never run on host: no layer is left: not among the chosen layers"
     ):

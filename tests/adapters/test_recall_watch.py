@@ -14,6 +14,7 @@ import pytest
 import torch
 from sparseprefill.adapters.huggingface import attach
 from sparseprefill.adapters.session import watch as module
+from sparseprefill.adapters.session.options import HostOptions
 from sparseprefill.adapters.session.report import LayerRecall, LayerReport, Report
 from sparseprefill.adapters.session.session import Prefill, Session
 from sparseprefill.adapters.session.watch import LOST, NONFINITE, STEPS, CallRecall
@@ -90,7 +91,7 @@ def first_layer(session: Session) -> LayerReport:
 @pytest.mark.parametrize(("every", "chosen"), [(1, [0, 1, 2, 3, 4, 5, 6]), (3, [0, 3, 6]), (100, [0]), (0, [])])
 def test_every_nth_prefill_from_the_first_on(every: int, chosen: list[int]) -> None:
     heard: list[CallRecall] = []
-    session = Session(METHOD, recall_every=every, hear_recall=heard.append)
+    session = Session(METHOD, HostOptions(recall_every=every), hear_recall=heard.append)
     for number in range(7):
         prefill = Prefill()
         for layer in (0, 5, 2):  # all its layers, and both its chunks
@@ -109,7 +110,8 @@ def test_every_nth_prefill_from_the_first_on(every: int, chosen: list[int]) -> N
 
 def test_prefills_that_run_dense_are_not_counted() -> None:
     """A short one may not be the one in a hundred; nor is a dense layer of a sparse prefill measured, or a window."""
-    session = Session(METHOD, recall_every=2, layers=[0, 1], gate=from_length(200, heads=4, kv_heads=2, head_dim=8))
+    gate = from_length(200, heads=4, kv_heads=2, head_dim=8)
+    session = Session(METHOD, HostOptions(recall_every=2, layers=[0, 1]), gate=gate)
     short = make(100, heads=4, kv_heads=2)
     for call in (short, CALL, short, CALL, short, CALL):
         prefill = Prefill()
@@ -122,7 +124,7 @@ def test_prefills_that_run_dense_are_not_counted() -> None:
 
 
 def test_threads_measure_one_prefill_in_so_many() -> None:
-    session, jobs, turns = Session(METHOD, recall_every=4), 6, 10
+    session, jobs, turns = Session(METHOD, HostOptions(recall_every=4)), 6, 10
     start = threading.Barrier(jobs)
 
     def run() -> None:
@@ -227,7 +229,7 @@ def test_forwards_in_flight_and_models_that_come_back() -> None:
 
 
 def test_first_heads_of_a_share_of_the_model() -> None:
-    session = Session(METHOD, tail=0)
+    session = Session(METHOD, HostOptions(tail=0))
     session.run(attrs.evolve(CALL, first_head=8), Prefill())
     found = first_layer(session).recall
     assert found is not None
@@ -247,7 +249,7 @@ def test_one_row_that_loses_everything() -> None:
     """The last of a stretch that is looked at; the row before it is not, and nothing shows."""
     for row, lowest in ((599, 0.0), (598, 1.0)):
         call = one_lookup(1700, row, key=100)
-        session = Session(sp.build("streaming", sink=16, window=64, block=16), tail=0)
+        session = Session(sp.build("streaming", sink=16, window=64, block=16), HostOptions(tail=0))
         session.run(call, Prefill())
         found = first_layer(session).recall
         assert found is not None
@@ -266,7 +268,7 @@ def test_rows_of_all_calls_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """34 rows a call: of 306 the 1st percentile is the fourth from below. The last rows are none of them."""
     low = [0.0312, 0.2021, 0.4003, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99]
     heard: list[CallRecall] = []
-    session = Session(METHOD, tail=0, recall_every=1, hear_recall=heard.append)
+    session = Session(METHOD, HostOptions(tail=0, recall_every=1), hear_recall=heard.append)
     for one in low:
         rows = torch.ones(1, 2, SPREAD) + 1e-6  # by rounding
         rows[0, 1, 5] = one
@@ -289,7 +291,7 @@ def test_rows_that_are_none_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> 
     rows = torch.full((1, 2, SPREAD), torch.nan)
     rows[..., 3:5] = 0.25
     monkeypatch.setattr(module, "watched_recall", lambda *_: made_of(rows, last=1.0))
-    session = Session(METHOD, tail=0)
+    session = Session(METHOD, HostOptions(tail=0))
     session.run(CALL, Prefill())
     found = first_layer(session).recall
     assert found is not None
@@ -298,7 +300,7 @@ def test_rows_that_are_none_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_calls_leave_no_more_than_their_counts() -> None:
     """What is kept of a layer has one size, however many calls there were; and so has what a call sends."""
-    session = Session(METHOD, tail=0, recall_every=1)
+    session = Session(METHOD, HostOptions(tail=0, recall_every=1))
     sizes = set()
     for call in (CALL, make(300, heads=4, kv_heads=2, batch=3), CALL, CALL):
         session.run(call, Prefill())
@@ -332,7 +334,7 @@ def test_measuring_reads_nothing_on_the_host(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_first_call_below_is_warned_of_and_each_is_counted(caplog: pytest.LogCaptureFixture) -> None:
     heads = _heads(CALL, METHOD.run(CALL))
     heard: list[CallRecall] = []
-    session = Session(METHOD, tail=0, recall_every=1, strict_recall=0.9, hear_recall=heard.append)
+    session = Session(METHOD, HostOptions(tail=0, recall_every=1, strict_recall=0.9), hear_recall=heard.append)
     with caplog.at_level(logging.WARNING, "sparseprefill"):
         for layer in (3, 1, 3):
             session.run(attrs.evolve(CALL, layer=layer), Prefill())
@@ -351,7 +353,7 @@ def test_the_first_call_below_is_warned_of_and_each_is_counted(caplog: pytest.Lo
 @pytest.mark.parametrize("name", ["dense", "streaming"])
 def test_what_keeps_everything_is_not_below(name: str, caplog: pytest.LogCaptureFixture) -> None:
     """Rounding is none; and a call whose tail is all of it kept everything."""
-    session = Session(sp.build(name), tail=300, strict_recall=1.0)
+    session = Session(sp.build(name), HostOptions(tail=300, strict_recall=1.0))
     session.run(CALL, Prefill())
     assert not caplog.records
     found = first_layer(session).recall
@@ -424,7 +426,7 @@ def test_what_is_on_its_way_is_bounded(events: list[Later], monkeypatch: pytest.
 
 
 def test_a_result_does_not_depend_on_being_measured() -> None:
-    one, other = (Session(METHOD, recall_every=every).run(CALL, Prefill()) for every in (1, 0))
+    one, other = (Session(METHOD, HostOptions(recall_every=every)).run(CALL, Prefill()) for every in (1, 0))
     assert isinstance(one, sp.Result)
     assert isinstance(other, sp.Result)
     assert torch.equal(one.out, other.out)
@@ -448,7 +450,7 @@ def test_what_cannot_be_measured_is_noted(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_padding_alone_says_nothing() -> None:
-    session = Session(METHOD, tail=0)
+    session = Session(METHOD, HostOptions(tail=0))
     call = make(40, batch=2, starts=int32(40, 40))
     session.run(call, Prefill())
     assert first_layer(session).recall is None

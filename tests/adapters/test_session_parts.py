@@ -8,13 +8,14 @@ import pytest
 import torch
 from attrs import evolve
 from sparseprefill.adapters.session.ledger import Uncounted
+from sparseprefill.adapters.session.options import HostOptions
 from sparseprefill.adapters.session.report import LayerReport
 from sparseprefill.adapters.session.session import Prefill, Session
 
 import sparseprefill as sp
 from helpers.build import make
 from sparseprefill.parts import split as parts
-from sparseprefill.plan import EightBits
+from sparseprefill.plan import Rounding
 
 CALL = make(96, heads=4, kv_heads=2)
 
@@ -22,7 +23,7 @@ CALL = make(96, heads=4, kv_heads=2)
 def report(measure: bool, workspace: int | None) -> LayerReport:
     """Two chunks of one prompt through a session."""
     pipeline = evolve(sp.build("streaming", sink=16, window=16, block=16), workspace=workspace)
-    session = Session(pipeline, measure=measure, tail=16)
+    session = Session(pipeline, HostOptions(measure=measure, tail=16))
     prefill = Prefill()
     for end in (48, 96):
         q, k, v = CALL.q[:, :, end - 48 : end], CALL.k[:, :, :end], CALL.v[:, :, :end]
@@ -53,9 +54,9 @@ def test_errors_of_parts_in_8_bits_are_the_largest_of_each_head() -> None:
     recorder, call = parts.Recorder(CALL.geometry), sp.Plan(sp.SparseMask.full(CALL))
     plain = sp.Result(CALL.q, CALL.q[..., 0], call)
     for heads, errors in (((0, 2), [0.1, 0.2]), ((0, 2), [0.3, 0.1]), ((2, 4), [0.0, torch.nan])):
-        found = evolve(plain, eight=EightBits(torch.tensor([errors]), 0.25))
+        found = evolve(plain, rounded=Rounding("int8", torch.tensor([errors]), 0.25))
         recorder.add(parts.Part(heads, (0, 96)), (), found)
     recorder.add(parts.Part((0, 2), (0, 96)), (), plain)
-    assert recorder.eight is not None
-    assert recorder.eight.heads.tolist() == [[False, True, True, False]]
-    assert torch.allclose(recorder.eight.errors[0, :3], torch.tensor([0.3, 0.2, 0.0]))
+    assert recorder.rounded is not None
+    assert recorder.rounded.heads.tolist() == [[False, True, True, False]]
+    assert torch.allclose(recorder.rounded.errors[0, :3], torch.tensor([0.3, 0.2, 0.0]))

@@ -14,6 +14,7 @@ from sparseprefill.adapters.session import ledger
 from sparseprefill.adapters.session import session as module
 from sparseprefill.adapters.session.defaults import MIN_QUERY
 from sparseprefill.adapters.session.ledger import LayerRecord, Room, Uncounted
+from sparseprefill.adapters.session.options import HostOptions
 from sparseprefill.adapters.session.prospects import NOT_CHOSEN
 from sparseprefill.adapters.session.report import LayerRecall, LayerReport, Report
 from sparseprefill.adapters.session.session import WHOLE, Fallback, Prefill, Session, sizes
@@ -23,7 +24,7 @@ import sparseprefill as sp
 from helpers.build import make
 from helpers.stubs import Estimate
 from helpers.tables import from_length
-from sparseprefill.plan import EightBits
+from sparseprefill.plan import Rounding
 
 CALL = make(32, heads=4, kv_heads=2)
 METHOD = sp.build("streaming", sink=8, window=8, block=8)
@@ -87,7 +88,7 @@ def test_a_layer_says_which_heads_stayed_in_16_bits() -> None:
         ([0.0, 0.2, 0.1, torch.nan], (1, 3), "8 bits, heads 1, 3 in 16"),
         ([0.0] * 4, (), "8 bits"),
     ):
-        record.ran(evolve(plain, eight=EightBits(torch.tensor([errors]), 0.1)), (1, 32, 32), 0, None)
+        record.ran(evolve(plain, rounded=Rounding("int8", torch.tensor([errors]), 0.1)), (1, 32, 32), 0, None)
         record.ran(plain, (1, 32, 32), 0, None)  # a chunk of it in 16 bits
         found = record.report(mean=False)
         assert found.in_16_bits == wanted
@@ -176,7 +177,7 @@ def test_a_session_reports_what_it_was_told() -> None:
     session = Session(METHOD)
     assert (16, 16, False, 128) == (session.min_query, MIN_QUERY, session.strict, session.tail)
     assert (sp.DenseRows(128),) == session.route.known[0].refiners
-    assert METHOD is Session(METHOD, tail=0).route.known[0]
+    assert METHOD is Session(METHOD, HostOptions(tail=0)).route.known[0]
     session.count_short()
     session.count_short()
     session.expect([4, 2])
@@ -191,7 +192,7 @@ def test_a_session_reports_what_it_was_told() -> None:
 
 
 def test_the_fewest_rows_of_a_prefill() -> None:
-    assert 2 == Session(METHOD, min_query=2).min_query
+    assert 2 == Session(METHOD, HostOptions(min_query=2)).min_query
 
 
 def test_calls_with_a_window_run_all_of_its_keys() -> None:
@@ -230,7 +231,7 @@ def test_whole_is_dense_attention_and_a_note() -> None:
 
 def test_below_break_even_the_host_computes_which_is_no_failure() -> None:
     table = from_length(64)
-    session = Session(METHOD, gate=table, strict=True)
+    session = Session(METHOD, HostOptions(strict=True), gate=table)
     found = session.run(CALL, Prefill())
     assert isinstance(found, Fallback)
     assert found.small
@@ -268,7 +269,7 @@ def test_warnings_are_the_default(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_objections_are_fallbacks_unless_strict(strict: bool) -> None:
-    session = Session(sp.Pipeline(Estimate(objection="never")), strict=strict, warn=False)
+    session = Session(sp.Pipeline(Estimate(objection="never")), HostOptions(strict=strict), warn=False)
     if strict:
         with pytest.raises(sp.UnsupportedCallError, match=r"layer 0: .*Estimate: never"):
             session.run(CALL, Prefill())
@@ -288,7 +289,7 @@ def test_an_observer_sees_sparse_calls() -> None:
 
 @pytest.mark.parametrize("measure", [True, False])
 def test_pairs_are_counted_at_once_or_when_asked(measure: bool) -> None:
-    session, prefill = Session(METHOD, measure=measure, tail=0), Prefill()
+    session, prefill = Session(METHOD, HostOptions(measure=measure, tail=0)), Prefill()
     session.run(CALL, prefill)
     record = session._records[0]
     assert measure == (not record.waiting)
@@ -304,7 +305,7 @@ def test_masks_wait_as_long_as_all_layers_fit(monkeypatch: pytest.MonkeyPatch) -
     held = Uncounted.of(result).held
     assert 64 << 20 == module.KEPT_BYTES
     monkeypatch.setattr(module, "KEPT_BYTES", 2 * held)
-    session, prefill = Session(METHOD, tail=0), Prefill()
+    session, prefill = Session(METHOD, HostOptions(tail=0)), Prefill()
     for layer in range(3):
         session.run(evolve(CALL, layer=layer), prefill)
     assert [1, 1, 0] == [len(session._records[layer].waiting[0].lists) for layer in range(3)]
@@ -314,7 +315,7 @@ def test_masks_wait_as_long_as_all_layers_fit(monkeypatch: pytest.MonkeyPatch) -
 
 def test_what_is_counted_at_once_is_added_up_over_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "KEPT_BYTES", 0)
-    session, prefill = Session(METHOD, tail=0), Prefill()
+    session, prefill = Session(METHOD, HostOptions(tail=0)), Prefill()
     parts = [evolve(CALL, q=CALL.q[:, :, at : at + 16], q_offset=at) for at in (0, 16)]
     done = [int(session.run(part, prefill).mask.to_dense().sum()) for part in parts]  # type: ignore[union-attr]
     assert sum(done) / (4 * 528) == session.report("h", "i").layers[0].density
@@ -330,7 +331,7 @@ def test_what_cannot_be_counted_says_so(why: str, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(Uncounted, "counted", fail)
     else:
         monkeypatch.setattr(ledger, "recording", lambda: True)
-    session = Session(METHOD, tail=0, recall_every=0)
+    session = Session(METHOD, HostOptions(tail=0, recall_every=0))
     session.run(CALL, Prefill())
     found = session.report("h", "i")
     assert (None, True) == (found.density, session._records[0].lost)
@@ -340,7 +341,7 @@ def test_what_cannot_be_counted_says_so(why: str, monkeypatch: pytest.MonkeyPatc
 def test_room_for_masks_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     held = Uncounted.of(METHOD.run(CALL)).held
     monkeypatch.setattr(module, "KEPT_BYTES", 3 * held)
-    session, first, second = Session(METHOD, tail=0), Prefill(), Prefill()
+    session, first, second = Session(METHOD, HostOptions(tail=0)), Prefill(), Prefill()
 
     def at_once(prefill: Prefill, *layers: int) -> list[bool]:
         for layer in layers:
@@ -416,7 +417,7 @@ def test_the_share_that_was_skipped_by_hand() -> None:
 
 def test_whether_recall_is_measured() -> None:
     assert Session(METHOD).measures_recall is True
-    assert Session(METHOD, recall_every=0).measures_recall is False
+    assert Session(METHOD, HostOptions(recall_every=0)).measures_recall is False
 
 
 def test_a_layer_that_is_only_named_has_no_cross_attention() -> None:
@@ -430,13 +431,13 @@ def test_what_a_gate_leaves_to_the_host_the_executor_may_compute_as_well() -> No
     found = Session(METHOD, gate=from_length(64)).run(CALL, Prefill())
     assert isinstance(found, Fallback)
     assert (True, True) == (found.chosen, found.small)
-    left = Session(METHOD, layers=[1]).run(CALL, Prefill())
+    left = Session(METHOD, HostOptions(layers=[1])).run(CALL, Prefill())
     assert isinstance(left, Fallback)
     assert not left.chosen
 
 
 def test_layers_like_one_that_a_gate_left_are_recorded_without_asking_again() -> None:
-    session = Session(METHOD, gate=from_length(64), layers=[0, 1])
+    session = Session(METHOD, HostOptions(layers=[0, 1]), gate=from_length(64))
     verdict = session.run(CALL, Prefill())
     assert isinstance(verdict, Fallback)
     for layer in (1, 2):
@@ -465,20 +466,20 @@ class Whole(sp.ReferenceExecutor):
 
 
 def test_why_nothing_was_skipped_is_noted() -> None:
-    short = Session(evolve(METHOD, refiners=(sp.SkipSoftmax(40.0, grain=None),)), tail=0)
+    short = Session(evolve(METHOD, refiners=(sp.SkipSoftmax(40.0, grain=None),)), HostOptions(tail=0))
     for _ in range(2):
         short.run(CALL, Prefill())
     ((note, count),) = short.report("h", "i").notes.items()
     assert "SkipSoftmax: below is 40 and the prompt is not longer, so nothing is skipped" == note
     assert 2 == count
     refined = evolve(METHOD, refiners=(sp.SkipSoftmax(4.0, grain=None),))
-    session = Session(evolve(refined, executor=Whole()), tail=0)
+    session = Session(evolve(refined, executor=Whole()), HostOptions(tail=0))
     session.run(CALL, Prefill())
     assert ["the executor cannot skip tiles by their logits; it computed the whole mask"] == (
         list(session.report("h", "i").notes)
     )
     assert session.report("h", "i").layers[0].skipped is None
-    skips = Session(refined, tail=0)
+    skips = Session(refined, HostOptions(tail=0))
     skips.run(CALL, Prefill())
     assert {} == skips.report("h", "i").notes
     assert skips.report("h", "i").layers[0].skipped is not None

@@ -10,9 +10,11 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from sparseprefill.adapters.session.options import HostOptions
 from sparseprefill.adapters.session.session import APART, UNREAD, Fallback, Prefill, Session
 
 import sparseprefill as sp
+from helpers import sessions
 from helpers.build import make
 from helpers.stubs import Estimate
 
@@ -52,7 +54,7 @@ def asked(*lengths: int, read: int | None = None, **fields: Any) -> list[tuple[s
 
 
 def session(made: sp.Pipeline, **more: Any) -> Session:
-    return Session(made, min_query=2, tail=0, **more)
+    return sessions.session(made, min_query=2, tail=0, **more)
 
 
 def test_every_call_is_counted() -> None:
@@ -123,7 +125,7 @@ def test_rows_that_nobody_reads_are_left_out_of_a_step() -> None:
     def observe(call: sp.AttentionCall, result: sp.Result) -> None:
         seen.append((call.q.shape[2], result.density))
 
-    mine = Session(pipeline(executor), min_query=2, observe=observe)
+    mine = Session(pipeline(executor), HostOptions(min_query=2), observe=observe)
     part, *whole = mine.run_many([*asked(300, read=1), *asked(20, 21)])
     assert isinstance(part, sp.Result)
     assert [2] == executor.asked

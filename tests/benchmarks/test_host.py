@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
+from sparseprefill.adapters.session.options import HostOptions
 from sparseprefill.adapters.session.session import Prefill, Session
 from sparseprefill.adapters.vllm.plan import plan
 
@@ -133,6 +134,6 @@ def least(benchmark: BenchmarkFixture) -> float:
 
 def session(layers: int) -> Session:
     """One whose layers have all been called, with recall unmeasured."""
-    made = Session(sp.build("streaming"), recall_every=0)
+    made = Session(sp.build("streaming"), HostOptions(recall_every=0))
     made.expect(range(layers))
     return made

@@ -25,6 +25,7 @@ from sparseprefill.plugins.share_prefill import TABLE as CLUSTERS
 
 import sparseprefill as sp
 from helpers.build import make
+from helpers.sessions import session
 from sparseprefill import structure
 from sparseprefill.breakeven.gate import shipped
 from sparseprefill.breakeven.points import DeviceKind
@@ -280,21 +281,21 @@ def pipelines() -> Iterator[Bad]:
             yield Bad(f"Route(profile={word})", "profile", partial(sp.Route, "r", (streaming,), profile=value))
             yield Bad(f"gated({word})", "", partial(sp.gated, streaming, value))
             yield (
-                Bad(f"Session(layers={word})", "layers", partial(Session, streaming, layers=value))
+                Bad(f"Session(layers={word})", "layers", partial(session, streaming, layers=value))
                 if word not in ("set",)
                 else BAD_LAYERS
             )
             if word not in ("class", "function"):
                 yield Bad(f"Session(observe={word})", "observe", partial(Session, streaming, observe=value))
         if word not in ("huge", "longer than Python writes"):
-            yield Bad(f"Session(min_query={word})", "min_query", partial(Session, streaming, min_query=value))
+            yield Bad(f"Session(min_query={word})", "min_query", partial(session, streaming, min_query=value))
         if word != "zero":
-            yield Bad(f"Session(tail={word})", "tail", partial(Session, streaming, tail=value))
+            yield Bad(f"Session(tail={word})", "tail", partial(session, streaming, tail=value))
             yield Bad(f"with_tail({word})", "tail", partial(streaming.with_tail, value))
         if word != "zero":
-            yield Bad(f"Session(recall_every={word})", "recall_every", partial(Session, streaming, recall_every=value))
+            yield Bad(f"Session(recall_every={word})", "recall_every", partial(session, streaming, recall_every=value))
         if word not in ("nothing", "zero"):
-            wrong = partial(Session, streaming, strict_recall=value)
+            wrong = partial(session, streaming, strict_recall=value)
             yield Bad(f"Session(strict_recall={word})", "strict_recall", wrong)
         yield Bad(f"Session({word})", "pipeline", partial(Session, value))
         if word != "text":
@@ -304,7 +305,7 @@ def pipelines() -> Iterator[Bad]:
             yield Bad(f"Method(build={word})", "build", partial(_method, build=value))
 
 
-BAD_LAYERS = Bad("Session(layers=['x'])", "layers", lambda: Session(sp.build("streaming"), layers=["x"]))  # type: ignore[list-item]
+BAD_LAYERS = Bad("Session(layers=['x'])", "layers", lambda: session(sp.build("streaming"), layers=["x"]))
 
 
 def _method(**given: Any) -> sp.Method:

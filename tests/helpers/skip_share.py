@@ -21,7 +21,7 @@ from attrs import asdict, evolve, frozen
 
 import sparseprefill as sp
 from experiments.bench.clock import Clock
-from sparseprefill.kernels.settings import HOPPER, capability
+from sparseprefill.kernels.family.chips import capability
 from sparseprefill.testing import head_tensors
 
 SHARES = (0.0, 0.5, 0.72, 0.9)
@@ -84,7 +84,7 @@ def measure(call: sp.AttentionCall, clock: Clock, shares: tuple[float, ...]) -> 
 
 def hopper(call: sp.AttentionCall) -> bool:
     """Whether the Hopper kernel may serve."""
-    return capability(call.q.device) == HOPPER
+    return capability(call.q.device) == (9, 0)
 
 
 def error(result: sp.Result, dense: sp.Result) -> float:

@@ -21,7 +21,7 @@ LENGTHS = st.sampled_from([1, 16, 127, 128, 129, 151]) | st.integers(1, 200 if C
 def small_settings(patch: pytest.MonkeyPatch, tile: tuple[int, int], tma: bool) -> Settings:
     """Tiles that a short call has many of; on a GPU this replaces the settings that production takes."""
     chosen = Settings(*tile, 4, 2, tma=tma, block_k=16)
-    patch.setattr(group_launch, "group_settings", lambda capability, itemsize: chosen)
+    patch.setattr(group_launch, "group_settings", lambda chip, itemsize: chosen)
     return chosen
 
 

@@ -1,8 +1,10 @@
-"""Compile kernels for Hopper without a GPU, through their own launchers: ``python offline.py [every]``.
+"""Compile kernels for Hopper without a GPU, through their own launchers: ``python offline.py [every] [into=FOLDER]``.
 
 Those of attention, those of sampled rows, those of statistics that chunks extend, and those of methods that read keys.
 
-With ``every``, all variants; else `FEW` of attention, in which each of its branches is compiled, and all others.
+With ``every``, all variants; else `FEW` of attention, in which each of its branches is compiled, and all others. With
+``into``, each kernel's PTX is left in the folder, so that two versions can be compared by ``diff -r``; set
+TRITON_DISABLE_LINE_INFO=1 for that, or moved lines differ.
 
 Prints a JSON object: variant -> names of the kernels that were compiled for it; what fails ends it with the error.
 Run it without TRITON_INTERPRET, which is read when a kernel module is imported.
@@ -13,8 +15,10 @@ A fake driver names capability 9.0 as the target, tensors lie on the CPU, and ea
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,10 +40,14 @@ from sparseprefill import AttentionCall, Carry, Pages, Plan, SoftmaxState, Spars
 from sparseprefill.executors.triton import TritonExecutor
 from sparseprefill.kernels import groups as groups
 from sparseprefill.kernels.attention import launch as attention
+from sparseprefill.kernels.attention.record import PORTABLE
+from sparseprefill.kernels.family import choose as choosing
+from sparseprefill.kernels.family.chips import row
+from sparseprefill.kernels.family.record import Family
 from sparseprefill.kernels.hopper import launch as hopper
+from sparseprefill.kernels.hopper.record import HOPPER, HOPPER_INT8
 from sparseprefill.kernels.sampled import by_tile, floor
 from sparseprefill.kernels.sampled import mass as sampled
-from sparseprefill.kernels.settings import settings
 from sparseprefill.kernels.statistics.key_means import key_means
 from sparseprefill.mask.samples import KeptKeys, Stretches
 from sparseprefill.statistics.sampled import last_rows
@@ -122,7 +130,7 @@ class Variant:
         (executor.accumulate if self.state else executor.execute)(call, plan)
 
 
-PORTABLE = {
+VARIANTS = {
     "tiles": Variant("tiles", width=128),
     "stripes": Variant("stripes"),
     "both, padded": Variant("both", padded=True, probe=True),
@@ -135,7 +143,7 @@ PORTABLE = {
     "wide": Variant("both", padded=True, columns=16),
     "wide, skip": Variant("stripes", width=128, skip=True, columns=16),
 }
-HOPPER = {
+HOPPER_VARIANTS = {
     "hopper: 64, both": Variant("both", padded=True, tile=(128, 64)),
     "hopper: 128, tiles resumed": Variant("tiles", width=128, carry=True, tile=128),
     "hopper: 256, stripes": Variant("stripes", width=256, dtype=torch.float16, state=True, tile=128),
@@ -313,6 +321,18 @@ SOURCES = {
 ESTIMATES = {name + kind: Estimate(make, of) for name, make in READERS.items() for kind, of in SOURCES.items()}
 
 
+def pretend() -> None:
+    """All launchers take the device for an H100."""
+    for module in (attention, by_tile, sampled, kascade, anchor, groups, rowmax):
+        replace(module, chip=lambda _: row((9, 0)))
+
+
+def known(*families: Family) -> None:
+    """Nothing but these kernels and the portable one, on any device."""
+    records = (*(evolve(one, rank=20) for one in families), PORTABLE)
+    replace(choosing, families=lambda: records)
+
+
 class Target:
     """The part of a driver that compilation asks."""
 
@@ -341,8 +361,11 @@ def replace(place: Any, **values: Any) -> None:
         setattr(place, name, value)
 
 
-def compiling(compiled: list[str], only: str) -> Callable[..., Any]:
-    """`JITFunction.run` without the launch, which notes what it compiled; names without `only` are passed over."""
+def compiling(compiled: list[str], only: str, keep: Callable[[str, str], None]) -> Callable[..., Any]:
+    """`JITFunction.run` without the launch, which notes what it compiled; names without `only` are passed over.
+
+    keep: is given each kernel's name and PTX.
+    """
 
     def warm(self: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> Any:
         del warmup
@@ -352,6 +375,7 @@ def compiling(compiled: list[str], only: str) -> Callable[..., Any]:
         kernel: Any = RUN(self, *args, grid=grid, warmup=True, **options)
         kernel = kernel.result() if hasattr(kernel, "result") else kernel
         assert kernel.asm["ptx"]
+        keep(self.fn.__name__, kernel.asm["ptx"])
         compiled.append(self.fn.__name__)
         return kernel
 
@@ -360,39 +384,41 @@ def compiling(compiled: list[str], only: str) -> Callable[..., Any]:
 
 def main() -> None:
     compiled: list[str] = []
+    folder = next((Path(word.removeprefix("into=")) for word in sys.argv[1:] if word.startswith("into=")), None)
+    at = [""]
+
+    def keep(name: str, ptx: str) -> None:
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            words = re.sub(r"[ :]+", "_", f"{at[0]}.{len(compiled)}.{name}.ptx")
+            (folder / words).write_text(ptx, encoding="utf-8")
+
     driver.set_active(Target())  # pyright: ignore[reportArgumentType]
     replace(compiler, max_shared_mem=lambda _: SHARED)
     replace(torch.cuda, get_device_properties=lambda *_: Properties)
     replace(TritonExecutor, unsupported=lambda *_: None)
-    replace(attention, settings=lambda _, *sizes: settings((9, 0), *sizes))
-    replace(by_tile, capability=lambda _: (9, 0))
-    replace(sampled, capability=lambda _: (9, 0))
-    replace(kascade, capability=lambda _: (9, 0))
-    replace(rowmax, capability=lambda _: (9, 0))
-    replace(anchor, choose=lambda call: anchor.settings((9, 0), call.q.shape[3], call.q.element_size()))
-    for name in ("group_settings", "paged_settings"):
-        chosen = getattr(groups, name)
-        replace(groups, **{name: lambda _, *sizes, chosen=chosen: chosen((9, 0), *sizes)})
+    pretend()
     replace(hopper, LEAST_KEYS=0, LEAST_ITEMS=0, LEAST_BLOCKS=0)
     replace(groups, COPY=0)  # or keys of a prompt this short would be copied out of their pages
     found: dict[str, list[str]] = {}
-    asked = {*PORTABLE, *HOPPER} if "every" in sys.argv[1:] else {*FEW}
+    asked = {*VARIANTS, *HOPPER_VARIANTS} if "every" in sys.argv[1:] else {*FEW}
     # What the portable kernel repairs behind the Hopper kernel, it compiles in variants of its own.
-    families: list[tuple[Any, Mapping[str, Any], str]] = [
-        (None, PORTABLE, ""), (hopper, HOPPER, "hopper"), (None, ROWS, "row_tiles"), (None, FLOOR, "_kernel"),
-        (None, PREFIX, "_kernel"), (None, ESTIMATES, "_kernel"),
+    families: list[tuple[tuple[Family, ...], Mapping[str, Any], str]] = [
+        ((), VARIANTS, ""), ((HOPPER, HOPPER_INT8), HOPPER_VARIANTS, "hopper"), ((), ROWS, "row_tiles"),
+        ((), FLOOR, "_kernel"), ((), PREFIX, "_kernel"), ((), ESTIMATES, "_kernel"),
     ]  # fmt: skip
-    for module, variants, only in families:
-        replace(JITFunction, run=compiling(compiled, only))
-        replace(attention, hopper_of=lambda _, module=module: module)
+    for records, variants, only in families:
+        replace(JITFunction, run=compiling(compiled, only, keep))
+        known(*records)
         for name, variant in variants.items():
             if isinstance(variant, Variant) and name not in asked:
                 continue
+            at[0] = name
             variant.run()
             found[name] = list(compiled)
             compiled.clear()
-    if attention.FAILED:
-        raise next(iter(attention.FAILED.values()))
+    if choosing.FAILED:
+        raise next(iter(choosing.FAILED.values()))
     sys.stdout.write(json.dumps(found) + "\n")
 
 

@@ -17,24 +17,16 @@ import torch
 from sparseprefill.adapters.serving.layer import Layer
 from sparseprefill.adapters.serving.warm import Sizes, warm
 from sparseprefill.adapters.vllm.pages import pages_of
-from sparseprefill.plugins.anchor_attention import kernels as anchor
-from sparseprefill.plugins.kascade import kernels as kascade
-from sparseprefill.plugins.rowmax import launch as rowmax
 from torch import Tensor
 from triton.compiler import compiler
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from kernels.offline import SHARED, Properties, Target, replace
+from kernels.offline import SHARED, Properties, Target, known, pretend, replace
 from sparseprefill import AttentionCall, Memory, Pages, Pipeline, default_registry, kernels
 from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.executors.triton import TritonExecutor
-from sparseprefill.kernels import groups
-from sparseprefill.kernels.attention import launch as attention
-from sparseprefill.kernels.hopper import launch as hopper
-from sparseprefill.kernels.sampled import by_tile
-from sparseprefill.kernels.sampled import mass as sampled
-from sparseprefill.kernels.settings import settings
+from sparseprefill.kernels.hopper.record import HOPPER, HOPPER_INT8
 
 HEADS, KV_HEADS, WIDTH, PAGE, STEP = 8, 2, 128, 16, 8192
 LONGEST = (3000, 8192, 32_784, 139_280)
@@ -82,7 +74,7 @@ def served(pipeline: Pipeline, longest: int, seen: set[tuple[str, str]]) -> list
     )  # fmt: skip
     seen.clear()
     warm(pipeline, layers, sizes, pages)
-    known, cache = set(seen), sizes.cache()
+    before, cache = set(seen), sizes.cache()
     for step in steps(longest):
         q = torch.empty(sum(rows for rows, _ in step), HEADS, WIDTH, dtype=DTYPE)
         memories = [Memory() for _ in step]
@@ -97,7 +89,7 @@ def served(pipeline: Pipeline, longest: int, seen: set[tuple[str, str]]) -> list
                 pipeline.run(calls[0], memories[0])
             else:
                 pipeline.run_many(calls, memories)
-    return sorted({name for name, _ in seen - known})
+    return sorted({name for name, _ in seen - before})
 
 
 def pages(cache: Tensor, table: Tensor, keys: int) -> Pages:
@@ -117,9 +109,9 @@ def lengths(pipeline: Pipeline, seen: set[tuple[str, str]]) -> list[str]:
 
     seen.clear()
     run(WARM)
-    known = set(seen)
+    before = set(seen)
     run(LATER)
-    return sorted({name for name, _ in seen - known})
+    return sorted({name for name, _ in seen - before})
 
 
 def main(methods: Sequence[str]) -> None:
@@ -131,13 +123,8 @@ def main(methods: Sequence[str]) -> None:
     replace(AutoExecutor, choose=lambda *_: TritonExecutor())
     replace(AutoExecutor, execute_many=lambda _, calls, plans: TritonExecutor().execute_many(calls, plans))
     replace(kernels, serve=lambda _: True)
-    replace(attention, settings=lambda _, *sizes: settings((9, 0), *sizes), hopper_of=lambda _: hopper)
-    for module in (by_tile, sampled, kascade, rowmax):
-        replace(module, capability=lambda _: (9, 0))
-    replace(anchor, choose=lambda call: anchor.settings((9, 0), call.q.shape[3], call.q.element_size()))
-    for name in ("group_settings", "paged_settings"):
-        chosen = getattr(groups, name)
-        replace(groups, **{name: lambda _, *sizes, chosen=chosen: chosen((9, 0), *sizes)})
+    pretend()
+    known(HOPPER_INT8, HOPPER)
     replace(JITFunction, run=recording(seen))
     registry = default_registry()
     found: dict[str, dict[str, Any]] = {}

@@ -101,11 +101,12 @@ def test_a_recall_floor_holds_as_on_the_cpu(name: str) -> None:
 @pytest.mark.filterwarnings("ignore:.*[Ss]ynchroniz.*:UserWarning")
 @pytest.mark.parametrize("floor", [None, 0.9])
 def test_measuring_recall_waits_for_nothing(floor: float | None) -> None:
+    from sparseprefill.adapters.session.options import HostOptions
     from sparseprefill.adapters.session.session import Prefill, Session
 
     shape: dict[str, Any] = {"batch": 1, "heads": 8, "kv_heads": 2, "q_len": 4096, "kv_len": 4096, "head_dim": 128}
     call = AttentionCall(*tensors("stripes", device="cuda", dtype=torch.bfloat16, **shape))
-    session = Session(build("streaming", recall=floor), tail=0, recall_every=1)
+    session = Session(build("streaming", recall=floor), HostOptions(tail=0, recall_every=1))
     session.run(call, Prefill())
     session.report("h", "i")
     torch.cuda.synchronize()

@@ -13,8 +13,9 @@ import triton.language as tl
 
 from kernels.device import CUDA, DEVICE, DTYPES
 from kernels.groups import make, small_settings
+from sparseprefill.kernels.family.chips import row
 from sparseprefill.kernels.groups import GroupTiles, group_settings, paged_settings, program_tile, tile_of
-from sparseprefill.kernels.settings import Settings, roomy
+from sparseprefill.kernels.settings import Settings
 from sparseprefill.statistics.grid import supported
 
 
@@ -125,14 +126,14 @@ def test_calls_that_the_kernels_cannot_serve() -> None:
 @pytest.mark.parametrize("capability", [(0, 0), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_settings_suit_the_grid(capability: tuple[int, int], itemsize: int) -> None:
-    suits(capability, itemsize, group_settings(capability, itemsize))
+    suits(capability, itemsize, group_settings(row(capability), itemsize))
     for size in (16, 64):
-        suits(capability, itemsize, paged_settings(capability, itemsize, size))
+        suits(capability, itemsize, paged_settings(row(capability), itemsize, size))
 
 
 def suits(capability: tuple[int, int], itemsize: int, chosen: Settings) -> None:
     assert chosen.block_n % chosen.block_m == 0
     assert chosen.block_m >= 64
-    assert chosen.tma == roomy(capability)
+    assert chosen.tma == row(capability).large
     shared = (chosen.block_m + chosen.block_n) * chosen.block_k * itemsize * chosen.stages
-    assert shared <= (227 if roomy(capability) else 99) << 10
+    assert shared <= (227 if row(capability).large else 99) << 10

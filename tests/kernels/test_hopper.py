@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.families import chosen, only
 from kernels.device import BOUNDS, HOPPER
 from kernels.requests import mask_of
 from sparseprefill import AttentionCall, Carry, Plan, SparseMask, output_error
 from sparseprefill.executors.triton import TritonExecutor
-from sparseprefill.kernels.attention import launch as launcher
 from sparseprefill.testing import attention, tensors
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a GPU of capability 9.0")]
@@ -48,7 +48,7 @@ def far(out: torch.Tensor, truth: torch.Tensor) -> float:
 
 def check(call: AttentionCall, plan: Plan, keep: torch.Tensor, truth: AttentionCall | None = None) -> None:
     """truth: the same call of tensors, where this one is of pages."""
-    assert launcher.choose(call, plan.mask).hopper is not None
+    assert chosen(call, plan.mask).family.name == "hopper"
     result = TRITON.execute(call, plan)
     out, lse = attention(call if truth is None else truth, keep)
     assert not bool(result.out.isnan().any())
@@ -88,7 +88,7 @@ def test_resuming_from_a_carry_matches_float64(dtype: torch.dtype, width: int) -
 def test_blocks_may_be_drawn_by_length(feature: str, tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     from sparseprefill.kernels.hopper import launch
 
-    monkeypatch.setattr(launch, "_multiprocessors", lambda _: 3)  # few programs, each of which draws several blocks
+    monkeypatch.setattr(launch, "multiprocessors", lambda _: 3)  # few programs, each of which draws several blocks
     for lengths in ((127, 300, 1), (257, 1021, 4), (700, 1500, 2)):
         call = make("random", torch.bfloat16, 128, lengths, feature)
         for mask in (mixed(call, tile), mixed(call, tile, both=False)):
@@ -117,7 +117,7 @@ def test_nan_and_infinity_of_v_reach_only_the_rows_that_see_them(value: float) -
 
 
 def portable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "hopper_of", lambda _: None)
+    only(monkeypatch)
 
 
 @pytest.mark.parametrize("kind", ["tiles", "stripes", "both", "wide", "full"])

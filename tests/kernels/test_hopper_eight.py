@@ -9,7 +9,7 @@ from kernels.device import HOPPER
 from oracles import eight_bits as oracle
 from sparseprefill import AttentionCall, Pages, Plan, Result, SparseMask, output_error
 from sparseprefill.executors.triton import TritonExecutor
-from sparseprefill.plan import EightBits
+from sparseprefill.plan import Rounding
 from sparseprefill.testing import attention
 
 launch = pytest.importorskip("sparseprefill.kernels.hopper.launch")
@@ -37,9 +37,9 @@ def make(lengths: tuple[int, int, int], dtype: torch.dtype = torch.bfloat16, see
     return AttentionCall(q.to(dtype), k.to(dtype), (v + 1).to(dtype))
 
 
-def eight_of(result: Result) -> EightBits:
-    assert result.eight is not None
-    return result.eight
+def rounding_of(result: Result) -> Rounding:
+    assert result.rounded is not None
+    return result.rounded
 
 
 def masks(call: AttentionCall, seed: int = 0) -> dict[str, SparseMask]:
@@ -59,8 +59,8 @@ def test_equals_its_oracle(lengths: tuple[int, int, int], dtype: torch.dtype) ->
     call = make(lengths, dtype)
     for name, mask in masks(call).items():
         result = EIGHT.execute(call, Plan(mask))
-        assert [str(one) for one in result.kernels] == ["hopper, 8 bits"]
-        assert bool(eight_of(result).heads.all()), name
+        assert [str(one) for one in result.kernels] == ["hopper-int8"]
+        assert bool(rounding_of(result).heads.all()), name
         head = 1
         tiles = mask.tile_map()[0, head].cpu()
         kv = head // lengths[2]
@@ -79,7 +79,7 @@ def test_is_as_near_to_float64_as_its_errors_say(lengths: tuple[int, int, int]) 
         result = EIGHT.execute(call, Plan(mask))
         out, lse = attention(call, mask.to_dense())
         assert output_error(result.out, out) < 5e-3
-        assert float(eight_of(result).errors.max()) < 1e-2
+        assert float(rounding_of(result).errors.max()) < 1e-2
         real = lse > -torch.inf
         assert (result.lse - lse)[real].abs().max() < 2e-2
         assert result.out[~real].abs().sum() == 0
@@ -94,16 +94,16 @@ def test_heads_beyond_the_bound_run_in_16_bits() -> None:
     loose = TritonExecutor(precision="int8", bound=1.0).execute(call, Plan(mask))
     bound = 0.02
     result = TritonExecutor(precision="int8", bound=bound).execute(call, Plan(mask))
-    errors = eight_of(result).errors[0]
+    errors = rounding_of(result).errors[0]
     assert (errors[:2] > bound).all()
     assert (errors[2:] <= bound).all()
-    assert eight_of(result).heads.tolist() == [[False, False, True, True]]
+    assert rounding_of(result).heads.tolist() == [[False, False, True, True]]
     for head in range(4):
         wanted = exact if head < 2 else loose
         assert output_error(result.out[:, head], wanted.out[:, head]) < 2e-3
     assert output_error(loose.out[:, :2], exact.out[:, :2]) > bound
     every = ALL_IN_16.execute(call, Plan(mask))
-    assert not bool(eight_of(every).heads.any())
+    assert not bool(rounding_of(every).heads.any())
     assert output_error(every.out, exact.out) < 2e-3
 
 
@@ -140,7 +140,7 @@ def test_pages_are_read_where_they_are(page: int) -> None:
             name, SparseMask.from_tiles(paged, mask.tile_map(), diagonal=False)
         )
         result, wanted = EIGHT.execute(paged, Plan(there)), EIGHT.execute(call, Plan(mask))
-        assert [str(one) for one in result.kernels] == ["hopper, 8 bits"]
+        assert [str(one) for one in result.kernels] == ["hopper-int8"]
         assert output_error(result.out, wanted.out) < 1e-3, name
         assert torch.allclose(result.lse, wanted.lse, atol=1e-4)
 
@@ -160,5 +160,5 @@ def test_what_stays_in_16_bits_is_told() -> None:
     call = make((2048, 2048, 2))
     columns = SparseMask.from_stripes(call, torch.arange(2048, device="cuda") % 8 == 0)
     result = EIGHT.execute(call, Plan(columns))
-    assert result.eight is None
-    assert "16 bits, for columns in the mask" in str(result.kernels[0])
+    assert result.rounded is None
+    assert "hopper-int8: columns in the mask" in str(result.kernels[0])

@@ -9,12 +9,12 @@ import pytest
 import torch
 from attrs import evolve
 
+from helpers.families import only
 from kernels.caches import LAYOUTS, copied, in_fp8, paged, untouched
 from kernels.device import BOUNDS, HOPPER
 from kernels.test_hopper import HALVES, check, far, mixed
 from sparseprefill import AttentionCall, Carry, Plan, SparseMask, output_error
 from sparseprefill.executors.triton import TritonExecutor
-from sparseprefill.kernels.attention import launch as launcher
 from sparseprefill.testing import tensors
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a GPU of capability 9.0")]
@@ -226,7 +226,7 @@ def test_long_calls_match_those_of_tensors(kind: str, page: int, monkeypatch: py
         found = TRITON.execute(call, plan)
         assert float((found.lse - flat.lse).abs().nan_to_num(0.0).amax()) <= 1e-4
         assert output_error(found.out, flat.out) <= 1e-4
-    monkeypatch.setattr(launcher, "hopper_of", lambda _: None)
+    only(monkeypatch)
     assert output_error(TRITON.execute(call, plan).out, flat.out) <= BOUNDS[torch.bfloat16]
     assert untouched(call)
 

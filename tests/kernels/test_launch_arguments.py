@@ -33,7 +33,8 @@ def test_the_portable_kernel_takes_what_its_launcher_fills() -> None:
 
 def test_the_hopper_kernel_takes_what_its_launcher_fills() -> None:
     pytest.importorskip("triton.experimental.gluon")
-    from sparseprefill.kernels.hopper import arguments, kernel
+    from sparseprefill.kernels.hopper import kernel
+    from sparseprefill.kernels.roles import arguments
 
     names = flat_names(kernel.hopper_attention_fwd_kernel)
     assert list(ways(arguments.Arguments)) == names

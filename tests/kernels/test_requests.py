@@ -12,13 +12,13 @@ from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.families import only
 from helpers.launches import noted_launches
 from kernels.caches import LAYOUTS, untouched
 from kernels.device import DEVICE
 from kernels.requests import mask_of, step_of
 from sparseprefill import AttentionCall, Carry, Pages, Plan, ReferenceExecutor, SparseMask, output_error
 from sparseprefill.executors.triton import TritonExecutor
-from sparseprefill.kernels.attention import launch as launcher
 
 # numpy, which the interpreter computes with, warns of the infinities that a softmax lives with
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -32,7 +32,7 @@ SIZES = [(33, 70), (1, 20), (65, 65), (20, 31)]
 @pytest.fixture(autouse=True)
 def _portable() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launcher, "hopper_of", lambda _: None)
+        only(patch)
         yield
 
 

@@ -25,7 +25,8 @@ from sparseprefill import (
 from sparseprefill.executors.cpu import CpuExecutor
 from sparseprefill.executors.triton import TritonExecutor
 from sparseprefill.kernels.attention import together
-from sparseprefill.kernels.attention.launch import variant
+from sparseprefill.kernels.family.choose import variant
+from sparseprefill.kernels.family.record import Wanted
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.parts.split import Part, Recorder
 from sparseprefill.refiners.rescue import over_group
@@ -157,7 +158,8 @@ class Narrower:
 
 
 def test_kernels_are_compiled_for_a_width_and_launched_with_no_other() -> None:
-    assert variant(CALL, columns(CALL, 16)) != variant(CALL, columns(CALL, 1))
+    wide, narrow = (variant(CALL, columns(CALL, width), Wanted()) for width in (16, 1))
+    assert wide != narrow
     call = step_of([(20, 40)])[0]
     alike = [together.key(call, Plan(mask_of(call, "both", TILE, width=width))) for width in (16, 16, 1)]
     assert alike[0] == alike[1] != alike[2]

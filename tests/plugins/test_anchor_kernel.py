@@ -13,7 +13,8 @@ from sparseprefill.plugins.anchor_attention.layout import Regions
 
 from kernels.device import CUDA, DEVICE, DTYPES, TMA
 from sparseprefill import AttentionCall
-from sparseprefill.kernels.settings import Settings, roomy
+from sparseprefill.kernels.family.chips import row
+from sparseprefill.kernels.settings import Settings
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.testing import tensors
 
@@ -179,10 +180,10 @@ def test_workspace_bounds_what_an_estimate_takes(length: int, block: int) -> Non
 def test_settings_fit_the_scoring_kernel() -> None:
     for capability in ((0, 0), (8, 0), (9, 0), (10, 0), (12, 0)):
         for width, size in ((64, 2), (128, 4), (256, 2)):
-            chosen = kernels.settings(capability, width, size)
+            chosen = kernels.settings(row(capability), width, size)
             assert chosen.block_m % layout.WORD == 0
             assert chosen.block_n >= 4 * layout.STEP_PART
-            assert chosen.tma == roomy(capability)
+            assert chosen.tma == row(capability).large
     assert CUDA or not kernels.choose(make()).tma
 
 

@@ -13,6 +13,7 @@ import torch
 from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sparseprefill.adapters.session.options import HostOptions
 from sparseprefill.adapters.session.session import Prefill, Session
 from sparseprefill.plugins.rowmax import RowMaxConfig, kernels, launch, maxima, stages
 from sparseprefill.plugins.rowmax.maxima import MAXIMA
@@ -26,7 +27,8 @@ from kernels.device import CUDA, DEVICE, DTYPES
 from kernels.groups import make
 from sparseprefill import AttentionCall
 from sparseprefill import kernels as core_kernels
-from sparseprefill.kernels.settings import HOPPER, Settings, capability
+from sparseprefill.kernels.family.chips import capability, row
+from sparseprefill.kernels.settings import Settings
 from sparseprefill.kernels.source import Keys
 
 # numpy, which the interpreter computes with, warns of the infinities that belong here
@@ -232,7 +234,7 @@ def test_which_calls_go_by_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
         make(t, (1, 1), 9, 0, 0, width=w) for t, w in ((torch.float16, 64), (torch.float32, 64), (torch.float16, 16))
     )
     for has, able in (((0, 0), False), ((8, 0), False), ((8, 9), True), ((9, 0), True), ((10, 0), True)):
-        monkeypatch.setattr(launch, "capability", lambda _, has=has: has)
+        monkeypatch.setattr(launch, "chip", lambda _, has=has: row(has))
         assert [able, able, False] == [launch.in_8_bits(halves, word) for word in ("auto", "fp8", "exact")]
         assert not launch.in_8_bits(floats, "auto")
         assert not launch.in_8_bits(narrow, "fp8")
@@ -340,7 +342,7 @@ def test_the_kernel_for_hopper_finds_what_the_portable_one_does(
     """The same numbers in 8 bits, multiplied by the same instructions."""
     call = make(torch.bfloat16, (6, 2), q_len, before, 0, width=width, **HOPPERS[name])
     call = evolve(call, sinks=torch.linspace(-3, 5, 6, device=DEVICE))
-    if capability(call.q.device) != HOPPER:
+    if capability(call.q.device) != (9, 0):
         pytest.skip("no Hopper here")
     for most in (1, MAXIMA):
         monkeypatch.setattr(launch, "MAXIMA", most)
@@ -378,12 +380,12 @@ def test_a_report_says_why_the_portable_kernel_serves(monkeypatch: pytest.Monkey
     )
     config = RowMaxConfig(every=1)
     for known, said in (((9, 0), True), ((8, 9), False)):
-        monkeypatch.setattr(launch, "capability", lambda _, found=known: found)
-        session = Session(sp.Pipeline(stages.RowMaxEstimator(config), name="rowmax"), tail=0)
+        monkeypatch.setattr(launch, "chip", lambda _, found=known: row(found))
+        session = Session(sp.Pipeline(stages.RowMaxEstimator(config), name="rowmax"), HostOptions(tail=0))
         session.run(call, Prefill())
         notes = session.report("h", "i").notes
         assert said == any("portable one serves: AttributeError: no such name" in note for note in notes)
-    monkeypatch.setattr(launch, "capability", lambda _: (9, 0))
+    monkeypatch.setattr(launch, "chip", lambda _: row((9, 0)))
     assert launch.remark(call, RowMaxConfig(block=64)) == ""
     monkeypatch.setattr(launch, "FAILED", [])
     assert launch.remark(call, config) == ""

@@ -9,6 +9,7 @@ import torch
 from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sparseprefill.adapters.session.options import HostOptions
 from sparseprefill.adapters.session.session import Prefill, Session
 
 import sparseprefill as sp
@@ -87,7 +88,7 @@ def test_a_prompt_of_c_tokens_or_fewer_runs_whole_and_the_report_says_so() -> No
     result = method(skip_below=100.0).run(call)
     assert result.plan.skip_below is None
     assert torch.equal(sp.build("dense", block=16).run(call).out, result.out)
-    session = Session(method(skip_below=100.0), tail=0)
+    session = Session(method(skip_below=100.0), HostOptions(tail=0))
     session.run(call, Prefill())
     assert "below is 100 and the prompt is not longer, so nothing is skipped" in str(session.report("host", "sdpa"))
 
@@ -121,7 +122,7 @@ def test_parts_count_what_the_whole_counts() -> None:
 
 
 def test_the_report_has_the_skipped_share() -> None:
-    call, session = call_of(), Session(method(), tail=0)
+    call, session = call_of(), Session(method(), HostOptions(tail=0))
     result = session.run(call, Prefill())
     assert isinstance(result, sp.Result)
     (layer,) = session.report("host", "sdpa").layers
@@ -129,7 +130,7 @@ def test_the_report_has_the_skipped_share() -> None:
     assert 0.3 < result.skipped_share < 1
     assert layer.density == pytest.approx(result.density)
     assert f"skipped {result.skipped_share:.3f}" in str(layer)
-    assert Session(sp.build("streaming"), tail=0).report("host", "sdpa").layers == ()
+    assert Session(sp.build("streaming"), HostOptions(tail=0)).report("host", "sdpa").layers == ()
 
 
 def test_an_executor_that_does_not_skip_is_noted() -> None:
@@ -140,7 +141,7 @@ def test_an_executor_that_does_not_skip_is_noted() -> None:
         def accumulate(self, call: sp.AttentionCall, plan: sp.Plan) -> sp.SoftmaxState:
             return sp.ReferenceExecutor().accumulate(call, plan)
 
-    session = Session(evolve(method(), executor=Plain()), tail=0)
+    session = Session(evolve(method(), executor=Plain()), HostOptions(tail=0))
     session.run(call_of(), Prefill())
     assert "the executor cannot skip tiles by their logits" in str(session.report("host", "sdpa"))
 

@@ -15,7 +15,7 @@ import torch
 import transformers
 from sparseprefill.adapters.huggingface import attach
 from sparseprefill.adapters.huggingface import unread as reading
-from sparseprefill.adapters.session.session import MOST_LAYERS, Session
+from sparseprefill.adapters.session.options import MOST_LAYERS
 from torch import nn
 from transformers.models.llama import modeling_llama
 
@@ -23,6 +23,7 @@ import sparseprefill as sp
 from helpers import hf_models
 from helpers.hf_models import STREAMING
 from helpers.refusals import Refusal, over, parameter_error, refused, unknown_method
+from helpers.sessions import session
 
 METHOD = sp.build("streaming", **STREAMING)
 
@@ -63,9 +64,9 @@ SHARED: list[tuple[dict[str, Any], str]] = [
     ({"strict_recall": 0.9, "recall_every": 0}, "^strict_recall is 0.9, but recall_every is 0, so nothing is"),
 ]
 SESSION = [
-    *(parameter_error(words, Session, METHOD, **options) for options, words in SHARED),
-    parameter_error(r"min_query is .*: pass an integer from 2", Session, METHOD, min_query=None),
-    parameter_error(f"layers is .*, {MORE}", Session, METHOD, layers=range(MOST_LAYERS + 1)),
+    *(parameter_error(words, session, METHOD, **options) for options, words in SHARED),
+    parameter_error(r"min_query is .*: pass an integer from 2", session, METHOD, min_query=None),
+    parameter_error(f"layers is .*, {MORE}", session, METHOD, layers=range(MOST_LAYERS + 1)),
 ]
 
 
@@ -106,7 +107,7 @@ def test_options_of_attach(refusal: Refusal) -> None:
     assert "sdpa" == llama().config._attn_implementation
 
 
-@pytest.mark.parametrize("ask", [lambda layers: Session(METHOD, layers=layers), lambda layers: attached(layers=layers)])
+@pytest.mark.parametrize("ask", [lambda layers: session(METHOD, layers=layers), lambda layers: attached(layers=layers)])
 def test_layers_without_an_end_are_read_no_further_than_it_takes(ask: Callable[[Any], object]) -> None:
     endless = itertools.count()
     with pytest.raises(sp.ParameterError, match=f"layers is .*, {MORE} layer indices"):

@@ -213,6 +213,21 @@ def test_unions_within_unions_to_the_last() -> None:
         ({"method": "dense", "corrector": {"name": "delta", "gamma": 0}}, "corrector.gamma is 0: pass an integer >= 1"),
         ({"method": "dense", "corrector": {"name": "delta", "tile": 1}}, "corrector.tile is unknown"),
         ({"method": "dense", "corrector": False}, "corrector is False: give a table"),
+        ({"method": "dense", "executor": {"precision": "int4"}}, "executor.precision is 'int4': pass 'call' or 'int8'"),
+        (
+            {"method": "dense", "executor": {"precison": "int8"}},
+            "executor.precison is unknown; did you mean 'precision'",
+        ),
+        ({"method": "dense", "executor": {"bound": -1}}, "executor.bound is -1: pass a number"),
+        ({"method": "dense", "executor": "int8"}, "executor is 'int8'"),
+        (
+            {"union": [{"method": "dense", "executor": {}}]},
+            r"union\[0\].executor has no meaning there: put executor next to union",
+        ),
+        (
+            {"method": "star-attention", "parameters": {"inner": {"method": "dense", "executor": {}}}},
+            ".*dense has an executor, which would not run",
+        ),
         (
             {"union": [{"method": "dense", "corrector": "delta"}]},
             r"union\[0\].corrector has no meaning there: put corrector next to union",
@@ -313,3 +328,24 @@ def test_a_corrector_by_name_or_by_table(given: Any, made: sp.Corrector) -> None
     pipeline = sp.from_config({"union": [{"method": "dense"}, {"method": "streaming"}], "corrector": given})
     assert isinstance(pipeline, sp.Pipeline)
     assert pipeline.corrector == made
+
+
+@pytest.mark.parametrize("of", [{"method": "streaming"}, {"union": [{"method": "dense"}, {"method": "streaming"}]}])
+def test_an_executor_and_its_precision(of: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text('method = "streaming"\nexecutor = {precision = "int8", bound = 0.05}')
+    for source in ({**of, "executor": {"precision": "int8", "bound": 0.05}}, tmp_path / "a.toml"):
+        assert pipeline_of(source).executor == sp.AutoExecutor(precision="int8", bound=0.05)
+    assert pipeline_of(of).executor == sp.AutoExecutor()
+
+
+def test_every_pipeline_of_a_profile_gets_the_executor(tmp_path: Path) -> None:
+    sizes = {"layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 8}
+    identity = ModelIdentity(name="m", architecture="M", digest="0", **sizes)
+    ranges = tuple(
+        LengthRange(least=least, tokens=2 * least + 64, method="streaming", parameters={"sink": sink})
+        for least, sink in ((0, 64), (65, 128))
+    )
+    path = tmp_path / "two.json"
+    path.write_text(Profile(methods=("streaming",), model=identity, ranges=ranges).to_json())
+    made = sp.from_config({"profile": str(path), "executor": {"precision": "int8"}})
+    assert [one.executor for one in made.known] == [sp.AutoExecutor(precision="int8")] * 2

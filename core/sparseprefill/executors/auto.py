@@ -10,8 +10,9 @@ from attrs import evolve, field, frozen
 from sparseprefill.call import AttentionCall, check_call
 from sparseprefill.executors.cpu import CpuExecutor
 from sparseprefill.executors.reference import REFERENCE, ReferenceExecutor
-from sparseprefill.plan import BOUND, Precision
-from sparseprefill.validate import number, one_of
+from sparseprefill.kernels.family.choose import a_precision, unmet
+from sparseprefill.plan import BOUND, EXACT
+from sparseprefill.validate import number
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +32,7 @@ class AutoExecutor:
     precision, bound: of `TritonExecutor`; on other devices calls run as they are, which `Result.kernels` says.
     """
 
-    precision: Precision = field(default="call", kw_only=True, validator=one_of("call", "int8"))
+    precision: str = field(default=EXACT, kw_only=True, validator=a_precision)
     bound: float = field(default=BOUND, kw_only=True, validator=number(0.0))
 
     def choose(self, call: AttentionCall) -> CpuExecutor | ReferenceExecutor | TritonExecutor:
@@ -74,7 +75,7 @@ class AutoExecutor:
         return TritonExecutor(precision=self.precision, bound=self.bound)
 
     def _told(self, call: AttentionCall, result: Result) -> Result:
-        if self.precision == "call" or call.q.is_cuda:
+        if self.precision == EXACT or call.q.is_cuda:
             return result
-        why = "the call's precision, for 8 bits need a Hopper GPU"
+        why = str(unmet(self.precision))
         return evolve(result, kernels=tuple(evolve(one, reason=one.reason or why) for one in result.kernels))

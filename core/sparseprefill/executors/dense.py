@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
 
 from sparseprefill.call import uncast
-from sparseprefill.kernels.settings import amd, capability
+from sparseprefill.kernels.family.chips import amd, chip
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.plan import Kernel, Plan, Result
 
@@ -56,7 +56,7 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor] | None:
 def _cuda(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
     params = SDPAParams(q, k, v, None, 0.0, True, q.shape[1] != k.shape[1])
     whole = q.shape[2] == k.shape[2]
-    if whole and _hopper(q.device) and can_use_cudnn_attention(params):
+    if whole and chip(q.device).cudnn and can_use_cudnn_attention(params):
         out, lse = KERNELS._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True, scale=scale)[:2]
     elif _flash(q, whole) and can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, False, True)):
         out, lse = KERNELS._scaled_dot_product_flash_attention(q, k, v, 0.0, True, scale=scale)[:2]
@@ -79,9 +79,3 @@ def _flash(q: Tensor, whole: bool) -> bool:
     """Whether torch's flash attention computes what is meant: its `is_causal` aligns the last query with the last key,
     as torch.nn.attention.bias relies on. That is not said of AMD's kernel, which serves whole prompts alone."""
     return q.shape[-1] % 8 == 0 and (whole or not amd(q.device))
-
-
-@cache
-def _hopper(device: torch.device) -> bool:
-    """Whether cuDNN's kernel is the fastest there: from NVIDIA's compute capability 9.0 on."""
-    return capability(device)[0] >= 9

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,10 +14,12 @@ from sparseprefill.call import uncast
 from sparseprefill.errors import UnsupportedCallError
 from sparseprefill.kernels.attention import launch as attention
 from sparseprefill.kernels.attention import together
+from sparseprefill.kernels.family.choose import a_precision
+from sparseprefill.kernels.family.record import Wanted
 from sparseprefill.kernels.settings import HEAD_DIMS
 from sparseprefill.parts.workspace import default_workspace
-from sparseprefill.plan import BOUND, EightBits, Plan, Precision, Result, SoftmaxState, check_plan
-from sparseprefill.validate import number, one_of
+from sparseprefill.plan import BOUND, EXACT, Plan, Result, Rounding, SoftmaxState, check_plan
+from sparseprefill.validate import number
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
@@ -29,18 +32,21 @@ class TritonExecutor:
     float16, bfloat16 and float32; head dimensions 64, 80, 96, 128, 256; mask tiles that are powers of two >= 16.
     Softmax in float32. Honours padding, offsets, window, softcap and sinks, and skips tiles by their logits.
 
-    precision: "call" for the call's dtype, "int8" for products in 8 bits where they pay: masks of tiles, on Hopper
-    (SageAttention2's recipe, see `kernels.hopper.eight`). What stays in 16 bits has its reason in `Result.kernels`.
-    bound: the error up to which a head is done in 8 bits: that of sampled query rows beside the same in 16 bits, as a
-    share of their norm; `Result.eight` has it. A softmax that is left in progress (`accumulate`) is never in 8 bits.
+    Which kernel serves a call is chosen among the registered ones (`kernels.family.choose`), and the reasons against
+    those that come before it stand in `Result.kernels`.
+
+    precision: "call" for the call's dtype, or one that a registered kernel has, such as "int8" for products in 8 bits
+    where they pay (SageAttention2's recipe). What stays in the call's dtype has its reason in `Result.kernels`.
+    bound: the error up to which a head is done so: that of sampled query rows beside the same in the call's dtype, as a
+    share of their norm; `Result.rounded` has it. A softmax that is left in progress (`accumulate`) is never rounded.
     """
 
-    precision: Precision = field(default="call", kw_only=True, validator=one_of("call", "int8"))
+    precision: str = field(default=EXACT, kw_only=True, validator=a_precision)
     bound: float = field(default=BOUND, kw_only=True, validator=number(0.0))
 
-    @property
-    def _bound(self) -> float | None:
-        return self.bound if self.precision == "int8" else None
+    @cached_property
+    def _reduced(self) -> Wanted:
+        return Wanted(precision=self.precision, bound=self.bound)
 
     def unsupported(self, call: AttentionCall) -> str | None:
         """Why this executor cannot run the call, or None."""
@@ -68,9 +74,9 @@ class TritonExecutor:
             return SoftmaxState(*made)
 
     def workspace(self, call: AttentionCall) -> int:
-        """A map of tiles, for masks of tiles and stripes; keys and values in 8 bits, a byte for each number."""
-        rounded = 2 * call.geometry.batch * call.kv_heads * call.kv_len * call.q.shape[3]
-        return default_workspace(call, per_pair=4) + (rounded if self.precision == "int8" else 0)
+        """A map of tiles, for masks of tiles and stripes; keys and values rounded, a byte for each number."""
+        copies = 2 * call.geometry.batch * call.kv_heads * call.kv_len * call.q.shape[3]
+        return default_workspace(call, per_pair=4) + (0 if self.precision == EXACT else copies)
 
     @uncast
     def execute(self, call: AttentionCall, plan: Plan) -> Result:
@@ -105,18 +111,18 @@ class TritonExecutor:
                 group.sort(key=lambda i: calls[i].kv_len, reverse=True)  # long work first, so that all end together
                 some, masks = [calls[i] for i in group], [plans[i].mask for i in group]
                 with torch.cuda.device_of(some[0].q):
-                    found, kernel = attention.sparse_attention_together(some, masks, self._bound)
+                    found, kernel = attention.sparse_attention_together(some, masks, self._reduced)
                 made.update((i, Result(*one, plans[i], kernels=(kernel,))) for i, one in zip(group, found, strict=True))
         return [made[i] for i in range(len(calls))]
 
     def _execute(self, call: AttentionCall, plan: Plan, into: tuple[Tensor, Tensor] | None) -> Result:
         call = self._checked(call, plan)
         with torch.cuda.device_of(call.q):
-            made = attention.sparse_attention_fwd(call, plan.mask, _carried(plan), into, plan.skip_below, self._bound)
+            made = attention.sparse_attention_fwd(call, plan.mask, _carried(plan), into, plan.skip_below, self._reduced)
             out, lse, kernel, skipped, errors = made
             probe = None if plan.probe is None else attention.tile_mass_fwd(call, plan.mask, lse, plan.probe)
-        eight = None if errors is None else EightBits(errors, self.bound)
-        return Result(out, lse, plan, probe, kernels=(kernel,), skipped=skipped, eight=eight)
+        rounded = None if errors is None else Rounding(self.precision, errors, self.bound)
+        return Result(out, lse, plan, probe, kernels=(kernel,), skipped=skipped, rounded=rounded)
 
     def _checked(self, call: AttentionCall, plan: Plan) -> AttentionCall:
         check_plan(call, plan)

@@ -18,7 +18,8 @@ from attrs import frozen
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sparseprefill.kernels.settings import Settings, capability, roomy
+from sparseprefill.kernels.family.chips import Chip, chip
+from sparseprefill.kernels.settings import Settings
 from sparseprefill.kernels.source import Keys, aligned, packed, strides
 from sparseprefill.kernels.steps import batch_row, converted, floor_div
 
@@ -262,7 +263,7 @@ class GroupTiles:
     @classmethod
     def of(cls, call: AttentionCall, block: int, size: int) -> GroupTiles:
         """With the keys and settings for the call and its device."""
-        device = capability(call.q.device)
+        device = chip(call.q.device)
         itemsize = call.q.element_size()
         plain = group_settings(device, itemsize)
         keys = group_keys(call, size, tma=plain.tma)
@@ -342,12 +343,12 @@ class GroupTiles:
 
 
 @cache
-def group_settings(capability: tuple[int, int], itemsize: int) -> Settings:
-    """Settings by compute capability, (0, 0) for the interpreter, and bytes per element of q and k: a pure table.
+def group_settings(chip: Chip, itemsize: int) -> Settings:
+    """Settings by a chip's facts and bytes per element of q and k: a pure table.
 
     block_m and block_n are the query and key groups of a tile.
     """
-    large = roomy(capability)
+    large = chip.large
     if itemsize == 4:
         return Settings(64, 64, 8, 3, tma=large, block_k=16)
     if large:
@@ -357,13 +358,13 @@ def group_settings(capability: tuple[int, int], itemsize: int) -> Settings:
 
 
 @cache
-def paged_settings(capability: tuple[int, int], itemsize: int, size: int) -> Settings:
+def paged_settings(chip: Chip, itemsize: int, size: int) -> Settings:
     """Launch settings for keys in pages: they are read by pointers on any device, q as elsewhere. size: of a group.
 
     By measurement: pointers take registers and a thread's time, so that long sums do better with small tiles.
     """
-    if not roomy(capability) or itemsize == 4:
-        return group_settings(capability, itemsize)
+    if not chip.large or itemsize == 4:
+        return group_settings(chip, itemsize)
     if size >= LONG:
         return Settings(128, 128, 4, 5, tma=True, block_k=64)
     return Settings(128, 256, 8, 3, tma=True, block_k=64)

@@ -1,61 +1,18 @@
-"""What GPU this is, and launch settings: a pure table by its compute capability, head dimension, dtype and tile.
-
-No autotuning at run time. Kernels, their launchers and plugins ask here alone what a device can do.
-"""
+"""Launch settings: pure tables by a chip's facts, head dimension, dtype and tile. No autotuning at run time."""
 
 from __future__ import annotations
 
 from functools import cache, cached_property
 
-import torch
 from attrs import frozen
 
-from sparseprefill.breakeven.points import device_type
 from sparseprefill.errors import UnsupportedCallError
+from sparseprefill.kernels.family.chips import Chip
 
-HOPPER = (9, 0)
-NONE = (0, 0)
-"""In place of a capability, where there is none: in Triton's interpreter, and on AMD's GPUs."""
-IN_8_BITS = (8, 9)
-"""Capability from which there are products of e4m3fn. AMD's gfx942 multiplies e4m3fnuz, another format."""
-ROOMY = (9, 10, 11)
-"""Major capabilities of GPUs with 227 KB of shared memory for a program; those of 12 have 99 KB, as 8.9 has."""
 HEAD_DIMS = (64, 80, 96, 128, 256)
 SMALLEST = 16
 FUSED = {"enable_fp_fusion": True}
 """For every launch: a product and the sum it goes into round once. Triton 3.9 warns where nobody says so."""
-
-
-def amd(device: torch.device) -> bool:
-    """Whether a GPU is AMD's."""
-    return device_type(device) == "rocm"
-
-
-@cache
-def capability(device: torch.device) -> tuple[int, int]:
-    """NVIDIA's compute capability; `NONE` where there is none.
-
-    For AMD's GPUs PyTorch reports other numbers in the same place: gfx90a is (9, 0), as Hopper is, and gfx942 (9, 4).
-    """
-    if device_type(device) != "cuda":
-        return NONE
-    return torch.cuda.get_device_capability(device)
-
-
-def roomy(capability: tuple[int, int]) -> bool:
-    """Whether settings that were measured on Hopper fit, tensor descriptors and shared memory."""
-    return capability[0] in ROOMY
-
-
-def unlike_hopper(device: torch.device) -> str:
-    """Why no kernel for Hopper runs on a GPU; empty on Hopper, and where there is no GPU, as in the interpreter."""
-    if device.type != "cuda":
-        return ""
-    found = capability(device)
-    if found == HOPPER:
-        return ""
-    which = "is AMD's" if amd(device) else "has {}.{}".format(*found)
-    return f"the Hopper kernel needs an NVIDIA GPU of capability 9.0, this one {which}"
 
 
 @frozen
@@ -82,11 +39,11 @@ class Settings:
 
 
 @cache
-def settings(capability: tuple[int, int], block_d: int, itemsize: int, tile_q: int, tile_k: int) -> Settings:
+def settings(chip: Chip, block_d: int, itemsize: int, tile_q: int, tile_k: int) -> Settings:
     """Settings for one launch.
 
-    capability: as `capability` has it. block_d: head dimension, rounded up to a
-    power of two. itemsize: bytes per element of q, k and v. tile_q, tile_k: of the mask.
+    block_d: head dimension, rounded up to a power of two. itemsize: bytes per element of q, k and v. tile_q, tile_k: of
+    the mask.
     Raises UnsupportedCallError for tiles that the kernel cannot run.
     """
     for name, tile in (("tile_q", tile_q), ("tile_k", tile_k)):
@@ -95,13 +52,12 @@ def settings(capability: tuple[int, int], block_d: int, itemsize: int, tile_q: i
     wide, full_precision = block_d > 128, itemsize == 4
     block_m = min(tile_q, 64 if full_precision else 128)
     block_n = min(tile_k, (16 if wide else 32) if full_precision else (32 if wide else 64))
-    large = roomy(capability)
-    # Two programs per multiprocessor decide on Hopper: 8 warps with at most 128 registers, 3 stages within 114 KB.
+    large = chip.large
+    # Two programs per multiprocessor decide on an H100: 8 warps with at most 128 registers, 3 stages within 114 KB.
     pair = large and block_m == 128 and not wide and not full_precision
     warps = 8 if block_m == 128 and (wide or pair) else 4
     stages = 2 if full_precision or wide or not large else 3
-    cap = 128 if pair and capability == HOPPER else None  # measured there alone
-    return Settings(block_m, block_n, warps, stages, tma=large, maxnreg=cap)
+    return Settings(block_m, block_n, warps, stages, tma=large, maxnreg=chip.registers if pair else None)
 
 
 def cdiv(x: int, y: int) -> int:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from sparseprefill.call import AttentionCall
     from sparseprefill.mask.geometry import Geometry
-    from sparseprefill.plan import EightBits, Kernel, Result, Skipped
+    from sparseprefill.plan import Kernel, Result, Rounding, Skipped
 
 SPARE = 4
 """One part in so many of the limit stays free while a call runs in parts: for the LSE, for counting pairs, and for what
@@ -165,13 +165,13 @@ class Recorder:
 
     geometry: of the whole call. masks: each part with its masks, disjoint ones; None once they were too large to keep.
     kernels: what computed the parts, each once. skipped: what they left out together, who voted being the last part's.
-    eight: the largest errors of those in 8 bits.
+    rounded: the largest errors of those in a reduced precision.
     """
 
     geometry: Geometry
     pairs: Tensor = field(init=False)
     skipped: Skipped | None = None
-    eight: EightBits | None = None
+    rounded: Rounding | None = None
     count: int = 0
     held: int = 0
     masks: list[tuple[Part, tuple[SparseMask, ...]]] | None = field(factory=list)
@@ -189,11 +189,11 @@ class Recorder:
             pairs = torch.zeros_like(self.pairs) if self.skipped is None else self.skipped.pairs
             pairs[:, heads] += result.skipped.pairs
             self.skipped = evolve(result.skipped, pairs=pairs)
-        if result.eight is not None:
+        if result.rounded is not None:
             fresh = self.pairs.new_zeros(self.pairs.shape, dtype=torch.float32)
-            errors = fresh if self.eight is None else self.eight.errors
-            errors[:, heads] = torch.maximum(errors[:, heads], result.eight.errors)
-            self.eight = evolve(result.eight, errors=errors)
+            errors = fresh if self.rounded is None else self.rounded.errors
+            errors[:, heads] = torch.maximum(errors[:, heads], result.rounded.errors)
+            self.rounded = evolve(result.rounded, errors=errors)
         self.kernels.update(dict.fromkeys(result.kernels))
         for mask in masks:
             self.pairs[:, heads] += mask.pairs()

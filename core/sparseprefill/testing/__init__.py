@@ -20,6 +20,7 @@ from sparseprefill.testing.inputs import tensors
 from sparseprefill.testing.truth import allowed_pairs, attention
 
 if TYPE_CHECKING:
+    from sparseprefill.testing.kernels import check_kernel
     from sparseprefill.testing.strategies import calls, masks
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "allowed_pairs",
     "attention",
     "calls",
+    "check_kernel",
     "check_laws",
     "check_method",
     "check_refiner",
@@ -42,4 +44,8 @@ def __getattr__(name: str) -> Any:
         from sparseprefill.testing import strategies
 
         return getattr(strategies, name)
+    if name == "check_kernel":  # imports triton
+        from sparseprefill.testing import kernels
+
+        return kernels.check_kernel
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

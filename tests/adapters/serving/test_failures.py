@@ -17,11 +17,12 @@ from sparseprefill.adapters.serving.layer import Layer
 from sparseprefill.adapters.serving.model import Model
 from sparseprefill.adapters.serving.parts import Part
 from sparseprefill.adapters.serving.requests import Row
-from sparseprefill.adapters.session.session import Prefill, Session
+from sparseprefill.adapters.session.session import Prefill
 from sparseprefill.adapters.vllm.options import parse
 from sparseprefill.adapters.vllm.runtime import Runtime
 
 import sparseprefill as sp
+from helpers.sessions import session
 from sparseprefill.profiles.identity import ModelIdentity
 
 TOKENS, HEADS, SIZE = 40, 2, 16
@@ -94,9 +95,9 @@ class Counts:
 def runtime(pipeline: sp.Pipeline, **options: Any) -> Runtime:
     parsed = parse({"sparseprefill": {"method": "dense", "min_query": 8}})
     whole = ModelIdentity(name="m", architecture="M", layers=1, heads=HEADS, kv_heads=HEADS, head_dim=SIZE, digest="d")
-    session = Session(pipeline, min_query=8, **options)
+    made = session(pipeline, min_query=8, **options)
     tally: Any = Counts()
-    return Runtime(parsed, session, Model(whole, whole, "M", "STOCK", 0), tally)
+    return Runtime(parsed, made, Model(whole, whole, "M", "STOCK", 0), tally)
 
 
 def layer(mine: Runtime, requests: int = 1, prompt: int | None = None) -> torch.Tensor:

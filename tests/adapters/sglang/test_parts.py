@@ -57,7 +57,7 @@ def test_the_table_stands_in_the_variable_or_in_a_file(tmp_path: Path, monkeypat
             "sparseprefill.chunk is for vLLM: SGLang cuts prompts by --chunked",
         ),
         ('{"method": "bfla", "skip_unread": true}', "skip_unread is for vLLM: SGLang's backend computes all rows"),
-        ('{"method": "bfla", "tail": -1}', "sparseprefill.tail is -1: pass an integer from 0 to"),
+        ('{"method": "bfla", "tail": -1}', "sparseprefill.tail is -1: pass a number of query rows from"),
     ],
 )
 def test_wrong_options_are_named(text: str, said: str) -> None:

@@ -19,6 +19,7 @@ from sparseprefill.adapters.serving.parts import Part
 from sparseprefill.adapters.serving.runtime import ENDLESS
 from sparseprefill.adapters.serving.tally import NUMBER, Tally
 from sparseprefill.adapters.serving.tally import Owner as Whose
+from sparseprefill.adapters.session.options import HostOptions
 from sparseprefill.adapters.session.session import Session
 from sparseprefill.adapters.vllm import runtime as module
 from sparseprefill.adapters.vllm.names import DEAF, HALVES, SILENT, UNNAMED, Names, drafting
@@ -79,7 +80,7 @@ def runtime(**table: Any) -> Runtime:
     """Of an engine whose runner names the rows of a batch by their order, until a test gives it another."""
     options = parse({"sparseprefill": {"method": "streaming", "min_query": 8, **table}})
     whole = ModelIdentity(name="m", architecture="M", layers=3, heads=4, kv_heads=2, head_dim=32, digest="d")
-    session = Session(options.build(), min_query=options.min_query, layers=options.layers)
+    session = Session(options.build(), HostOptions(min_query=options.min_query, layers=options.layers))
     mine = Runtime(options, session, Model(whole, whole, "M", "STOCK", 0), Tally())
     names = [f"row {i}" for i in range(16)]
     host = SimpleNamespace(requests=dict.fromkeys(names, NOTHING), input_batch=SimpleNamespace(req_ids=names))

@@ -23,6 +23,7 @@ from sparseprefill.adapters.serving.runtime import NO_PROFILE
 from sparseprefill.adapters.serving.summary import MOST_WAITING, Kind, Summary, every
 from sparseprefill.adapters.serving.tally import METRICS, OWNER, PREFIX, Served, Tally
 from sparseprefill.adapters.serving.tally import Owner as Whose
+from sparseprefill.adapters.session.options import HostOptions
 from sparseprefill.adapters.session.session import Session
 from sparseprefill.adapters.vllm.plan import plan
 from sparseprefill.adapters.vllm.runtime import UNSEEN, Runtime, interval_of_host
@@ -203,7 +204,7 @@ def mine() -> Runtime:
     """A runtime with a profile, whose chunks the tests see."""
     SETTLED.clear()
     plain = runtime(profiles={"all": {"method": "dense"}})
-    other = Served(Session(sp.build("dense"), min_query=8), Told())
+    other = Served(Session(sp.build("dense"), HostOptions(min_query=8)), Told())
     made = Runtime(plain.options, plain.session, plain.model, Told(), {"all": other})
     made.names = plain.names
     return made

@@ -121,14 +121,20 @@ def test_a_file_may_hold_the_pipeline(tmp_path: Any) -> None:
     ("table", "words"),
     [
         ({"method": "streaming", "min_qery": 3}, "sparseprefill.min_qery is unknown; did you mean 'min_query'"),
-        ({"method": "streaming", "min_query": 1}, "sparseprefill.min_query is 1: pass an integer >= 2"),
+        (
+            {"method": "streaming", "min_query": 1},
+            "sparseprefill.min_query is 1: pass an integer from 2",
+        ),
         (
             {"method": "streaming", "tail": -1},
-            "sparseprefill.tail is -1: pass an integer from 0 to 2147483647",
+            "sparseprefill.tail is -1: pass a number of query rows from 0 to 2147483647",
         ),
-        ({"method": "streaming", "tail": True}, "sparseprefill.tail is True: pass an integer from 0 to"),
-        ({"method": "streaming", "tail": 128.0}, "sparseprefill.tail is 128.0: pass an integer from 0 to"),
-        ({"method": "streaming", "tail": 1 << 31}, "sparseprefill.tail is 2147483648: pass an integer from 0 to"),
+        ({"method": "streaming", "tail": True}, "sparseprefill.tail is True: pass a number of query rows from"),
+        ({"method": "streaming", "tail": 128.0}, "sparseprefill.tail is 128.0: pass a number of query rows from"),
+        (
+            {"method": "streaming", "tail": 1 << 31},
+            "sparseprefill.tail is 2147483648: pass a number of",
+        ),
         ({"method": "streaming", "min_query": True}, "sparseprefill.min_query is True"),
         (
             {"method": "streaming", "recall_every": -1},

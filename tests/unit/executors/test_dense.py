@@ -16,6 +16,7 @@ import sparseprefill as sp
 from helpers.build import make
 from sparseprefill.executors import dense as module
 from sparseprefill.executors.dense import attend, dense
+from sparseprefill.kernels.family.chips import row
 from sparseprefill.testing import attention
 
 
@@ -37,9 +38,9 @@ class Kernels:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The choice of a CUDA kernel, made on a CPU: what can be used is said by the test."""
-    told = SimpleNamespace(hopper=True, cudnn=True, flash=True, kernels=Kernels(), params=[])
+    told = SimpleNamespace(fast=True, cudnn=True, flash=True, kernels=Kernels(), params=[])
     monkeypatch.setattr(module, "KERNELS", told.kernels)
-    monkeypatch.setattr(module, "_hopper", lambda device: told.hopper)
+    monkeypatch.setattr(module, "chip", lambda device: SimpleNamespace(cudnn=told.fast))
     monkeypatch.setattr(module, "SDPAParams", lambda *given: told.params.append(given[3:]) or given)
     monkeypatch.setattr(module, "can_use_cudnn_attention", lambda params: told.cudnn)
     monkeypatch.setattr(module, "can_use_flash_attention", lambda params: told.flash)
@@ -53,7 +54,7 @@ CUDNN, FLASH = "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash
     ("changes", "keys", "width", "expected"),
     [
         ({}, 12, 8, CUDNN),
-        ({"hopper": False}, 12, 8, FLASH),
+        ({"fast": False}, 12, 8, FLASH),
         ({"cudnn": False}, 12, 8, FLASH),
         ({}, 20, 8, FLASH),
         ({"flash": False}, 20, 8, None),
@@ -86,7 +87,7 @@ def test_the_kernel_of_a_gpu(
 def test_of_amds_kernel_nobody_says_where_it_aligns_fewer_queries_than_keys(
     cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cuda.hopper = False
+    cuda.fast = False
     monkeypatch.setattr(module, "amd", lambda device: True)
     q, k = torch.zeros(1, 2, 12, 8), torch.zeros(1, 2, 20, 8)
     assert module._cuda(q, k, k, 1.0) is None
@@ -101,11 +102,8 @@ def test_heads_that_share_keys_are_said_to(cuda: SimpleNamespace) -> None:
 
 
 @pytest.mark.parametrize(("capability", "expected"), [((8, 9), False), ((9, 0), True), ((10, 0), True)])
-def test_cudnn_is_the_fastest_from_hopper_on(
-    capability: tuple[int, int], expected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "capability", lambda device: capability)
-    assert expected == module._hopper.__wrapped__(torch.device("cuda", 6))
+def test_cudnn_is_the_fastest_from_the_h100_on(capability: tuple[int, int], expected: bool) -> None:
+    assert expected == row(capability).cudnn
 
 
 @pytest.mark.parametrize("offset", [None, 0, 3, 8])

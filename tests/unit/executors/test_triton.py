@@ -85,9 +85,9 @@ def test_results_into_tensors_of_the_caller(out: bool, lse: bool, monkeypatch: p
     seen: list[Any] = []
     made = torch.ones(1, 2, 32, 64), torch.full((1, 2, 32), 3.0)
 
-    def run(call: sp.AttentionCall, mask: sp.SparseMask, carry: Any, into: Any, below: Any, bound: Any) -> Any:
+    def run(call: sp.AttentionCall, mask: sp.SparseMask, carry: Any, into: Any, below: Any, _: Any) -> Any:
         seen.append(into)
-        return *(made if into is None else into), Kernel("portable"), below, bound
+        return *(made if into is None else into), Kernel("portable"), below, None
 
     monkeypatch.setattr(attention, "interpreted", lambda: True)
     monkeypatch.setattr(attention, "sparse_attention_fwd", run)

@@ -18,27 +18,28 @@ import sparseprefill as sp
 from sparseprefill.breakeven.gate import AutoGate, shipped
 from sparseprefill.breakeven.points import DeviceKind, device_type
 from sparseprefill.breakeven.table import device_kind
-from sparseprefill.executors import dense
-from sparseprefill.kernels import settings as device
-from sparseprefill.kernels.attention import launch as attention
+from sparseprefill.kernels.family import chips as device
+from sparseprefill.kernels.family.choose import Refusal, choose
+from sparseprefill.kernels.family.record import Wanted
+from sparseprefill.kernels.family.shipped import SHIPPED
 from sparseprefill.kernels.groups import group_settings, paged_settings
 from sparseprefill.kernels.sampled import mass
 from sparseprefill.kernels.settings import Settings, settings
 
 ROOT = Path(__file__).parents[3]
 GPU = torch.device("cuda", 7)
-CALL: Any = SimpleNamespace(q=SimpleNamespace(device=GPU, element_size=lambda: 2, shape=(1, 8, 4096, 128)))
-MASK: Any = None
+Q = SimpleNamespace(device=GPU, element_size=lambda: 2, shape=(1, 8, 4096, 128), dtype=torch.float16)
+NOTHING = dict.fromkeys(("softcap", "sinks", "starts", "lengths", "pages"))
+CALL: Any = SimpleNamespace(q=Q, value_dim=128, geometry=SimpleNamespace(window=None), **NOTHING)
+MASK: Any = SimpleNamespace(stripes=None)
 OTHERS = ((8, 0), (8, 9), (10, 0), (10, 3), (11, 0), (12, 0))
 
 
 @pytest.fixture(autouse=True)
 def _forgotten() -> Iterator[None]:
-    for kept in (device.capability, dense._hopper):
-        kept.cache_clear()
+    device.capability.cache_clear()
     yield
-    for kept in (device.capability, dense._hopper):
-        kept.cache_clear()
+    device.capability.cache_clear()
 
 
 def gpu(patch: pytest.MonkeyPatch, numbers: tuple[int, int], hip: str | None = None) -> None:
@@ -50,14 +51,15 @@ def gpu(patch: pytest.MonkeyPatch, numbers: tuple[int, int], hip: str | None = N
 
 def every(capability: tuple[int, int]) -> dict[str, Settings]:
     """Settings of all launches that have a table by capability, 16-bit heads of 128."""
+    chip = device.row(capability)
     return {
-        "attention": settings(capability, 128, 2, 128, 128),
-        "groups": group_settings(capability, 2),
-        "groups in pages": paged_settings(capability, 2, 64),
-        "sampled": mass.settings(capability, 128, 2),
-        "anchor": anchor.settings(capability, 128, 2),
-        "rowmax": rowmax.settings(capability, 128, 2),
-        "rowmax, 8 bits": rowmax.settings(capability, 128, 1),
+        "attention": settings(chip, 128, 2, 128, 128),
+        "groups": group_settings(chip, 2),
+        "groups in pages": paged_settings(chip, 2, 64),
+        "sampled": mass.settings(chip, 128, 2),
+        "anchor": anchor.settings(chip, 128, 2),
+        "rowmax": rowmax.settings(chip, 128, 2),
+        "rowmax, 8 bits": rowmax.settings(chip, 128, 1),
     }
 
 
@@ -65,37 +67,32 @@ def every(capability: tuple[int, int]) -> dict[str, Settings]:
 def test_amds_gpus_take_none_of_hoppers_ways(numbers: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     gpu(monkeypatch, numbers, "6.4.0")
     assert device.NONE == device.capability(GPU)
-    assert attention.hopper_of(CALL) is None
-    assert "needs an NVIDIA GPU of capability 9.0, this one is AMD's" in str(attention.choose(CALL, MASK).reason)
+    wrong = Refusal("hopper", "needs an NVIDIA GPU of capability 9.0, this one is AMD's")
+    assert wrong in choose(CALL, MASK, Wanted()).refused
     assert not rowmax.in_8_bits(CALL, "auto")
     assert not rowmax.in_8_bits(CALL, "fp8")
-    assert not dense._hopper(GPU)
+    assert not device.chip(GPU).cudnn
     assert every(device.capability(GPU)) == every(device.NONE)
 
 
-@pytest.mark.parametrize("numbers", OTHERS)
+@pytest.mark.parametrize("numbers", [one for one in OTHERS if all(not family.place(one) for family in SHIPPED)])
 def test_another_gpu_says_why_the_portable_kernel_serves(
     numbers: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu(monkeypatch, numbers)
     assert numbers == device.capability(GPU)
-    choice = attention.choose(CALL, MASK)
-    assert choice.hopper is None
-    assert (
-        "the Hopper kernel needs an NVIDIA GPU of capability 9.0, this one has {}.{}".format(*numbers) == choice.reason
-    )
-
-
-def test_hopper_and_the_interpreter_have_nothing_to_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu(monkeypatch, (9, 0))
-    assert "" == device.unlike_hopper(GPU) == device.unlike_hopper(torch.device("cpu"))
-    assert attention.hopper_of(CALL) is not None
+    choice = choose(CALL, MASK, Wanted())
+    assert "portable" == choice.family.name
+    wrong = "needs an NVIDIA GPU of capability 9.0, this one has {}.{}".format(*numbers)
+    assert Refusal("hopper", wrong) in choice.refused
+    reduced = choose(CALL, MASK, Wanted(precision="int8")).refused
+    assert {Refusal("hopper-int8", wrong), Refusal("hopper", wrong)} <= {*reduced}
 
 
 @pytest.mark.parametrize("numbers", OTHERS)
 def test_the_cap_on_registers_is_hoppers_alone(numbers: tuple[int, int]) -> None:
     capped = {"attention", "anchor", "rowmax, 8 bits"}
-    assert capped == {name for name, one in every(device.HOPPER).items() if one.maxnreg}
+    assert capped == {name for name, one in every((9, 0)).items() if one.maxnreg}
     assert [] == [name for name, one in every(numbers).items() if one.maxnreg]
 
 
@@ -136,9 +133,9 @@ def test_a_gpu_is_asked_for_in_one_place() -> None:
     assert {
         ("core/sparseprefill/breakeven/points.py", "version.hip"),
         ("core/sparseprefill/breakeven/table.py", "get_device_capability"),
-        ("core/sparseprefill/kernels/settings.py", "get_device_capability"),
+        ("core/sparseprefill/kernels/family/chips.py", "get_device_capability"),
         ("adapters/cli/setup.py", "get_device_properties"),  # its memory
-        ("core/sparseprefill/kernels/hopper/launch.py", "get_device_properties"),  # its multiprocessors
+        ("core/sparseprefill/kernels/family/chips.py", "get_device_properties"),  # its multiprocessors
     } == found
 
 

@@ -13,7 +13,7 @@ from oracles import eight_bits as oracle
 from sparseprefill import AttentionCall, AutoExecutor, Plan, SparseMask
 from sparseprefill.executors.triton import TritonExecutor
 from sparseprefill.kernels.attention import launch as attention
-from sparseprefill.plan import EightBits
+from sparseprefill.plan import Rounding
 from sparseprefill.testing import tensors
 
 launch = pytest.importorskip("sparseprefill.kernels.hopper.launch")
@@ -72,8 +72,8 @@ def test_reasons_name_what_stays_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_cpu_says_that_it_computes_as_the_call_does() -> None:
     given = call(300)
     result = AutoExecutor(precision="int8").execute(given, Plan(SparseMask.full(given)))
-    assert result.eight is None
-    assert [str(one) for one in result.kernels] == ["cpu (the call's precision, for 8 bits need a Hopper GPU)"]
+    assert result.rounded is None
+    assert [str(one) for one in result.kernels] == ["cpu (int8: no kernel for it runs on this device)"]
     plain = AutoExecutor().execute(given, Plan(SparseMask.full(given)))
     assert torch.equal(plain.out, result.out)
     assert not plain.kernels[0].reason
@@ -85,11 +85,11 @@ def test_another_gpu_says_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "interpreted", lambda: True)
     monkeypatch.setattr(TritonExecutor, "unsupported", lambda *_: None)
     monkeypatch.setattr(attention, "sparse_attention_fwd_kernel", defaultdict(lambda: lambda *_, **__: None))
-    why = " (the call's precision, for 8 bits need a Hopper GPU)"
+    why = " (int8: no kernel for it runs on this device)"
     for executor, wanted in ((TritonExecutor(), ""), (TritonExecutor(precision="int8"), why)):
         result = executor.execute(given, Plan(SparseMask.full(given)))
         assert str(result.kernels[0]) == f"portable{wanted}"
-        assert result.eight is None
+        assert result.rounded is None
 
 
 def test_copies_in_8_bits_count_as_workspace() -> None:
@@ -104,5 +104,5 @@ def test_options_are_kept(make: Any) -> None:
 
 
 def test_heads_beyond_the_bound_are_those_in_16_bits() -> None:
-    eight = EightBits(torch.tensor([[0.01, 0.3, torch.nan]]), 0.1)
-    assert eight.heads.tolist() == [[True, False, False]]
+    rounded = Rounding("int8", torch.tensor([[0.01, 0.3, torch.nan]]), 0.1)
+    assert rounded.heads.tolist() == [[True, False, False]]

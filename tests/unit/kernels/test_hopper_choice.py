@@ -7,13 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from attrs import evolve
 from triton.errors import TritonError
 
+from helpers.families import Made, chosen, only, refused
 from kernels.requests import mask_of, step_of
 from sparseprefill import AttentionCall, Plan, ReferenceExecutor, SparseMask, output_error
 from sparseprefill.executors.triton import TritonExecutor
 from sparseprefill.kernels.attention import launch as attention
 from sparseprefill.kernels.attention.together import Together
+from sparseprefill.kernels.family import choose as choosing
+from sparseprefill.kernels.hopper.record import HOPPER
 from sparseprefill.plan import Kernel
 from sparseprefill.testing import tensors
 
@@ -30,7 +34,7 @@ def call(dtype: torch.dtype = torch.bfloat16, width: int = 128, **more: Any) -> 
 @pytest.mark.parametrize("tile", [(128, 128), (128, 64), (256, 256)])
 def test_takes_half_precision_and_large_tiles(dtype: torch.dtype, width: int, tile: tuple[int, int]) -> None:
     given = call(dtype, width)
-    assert launch.objection(given, SparseMask.full(given, tile)) is None
+    assert refused(HOPPER, given, SparseMask.full(given, tile)) is None
 
 
 @pytest.mark.parametrize(
@@ -45,13 +49,13 @@ def test_takes_half_precision_and_large_tiles(dtype: torch.dtype, width: int, ti
     ],
 )
 def test_leaves_the_rest_to_the_portable_kernel(given: AttentionCall, tile: Any, reason: str) -> None:
-    assert reason in launch.objection(given, SparseMask.full(given, tile))
+    assert reason in refused(HOPPER, given, SparseMask.full(given, tile))
 
 
 def test_rows_must_be_aligned() -> None:
     q, k, v = (torch.zeros(1, 2, 200, 130, dtype=torch.bfloat16)[..., :128] for _ in range(3))
     given = AttentionCall(q, k, v)
-    assert "16 bytes" in launch.objection(given, SparseMask.full(given))
+    assert "16 bytes" in refused(HOPPER, given, SparseMask.full(given))
 
 
 def test_stripes_need_strides_that_the_compiler_is_told_of() -> None:
@@ -60,113 +64,85 @@ def test_stripes_need_strides_that_the_compiler_is_told_of() -> None:
     k, v = (torch.zeros(1, 2, 200, 136, dtype=torch.bfloat16)[..., :128] for _ in range(2))
     given = AttentionCall(q, k, v)
     stripes = SparseMask.from_stripes(given, torch.ones(200, dtype=torch.bool), diagonal=False)
-    assert launch.objection(given, SparseMask.full(given)) is None
-    assert "multiples of 16" in launch.objection(given, stripes)
+    assert refused(HOPPER, given, SparseMask.full(given)) is None
+    assert "multiples of 16" in refused(HOPPER, given, stripes)
 
 
 def test_a_variant_that_fails_leaves_the_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    broken, given = Broken(RuntimeError("PassManager::run failed")), call(torch.float16, 64)
-    monkeypatch.setattr(attention, "FAILED", {})
-    monkeypatch.setattr(attention, "hopper_of", lambda _: broken)
+    broken, given = Made(RuntimeError("PassManager::run failed")), call(torch.float16, 64)
+    only(monkeypatch, broken.family)
     stripes = SparseMask.from_stripes(given, torch.ones(200, dtype=torch.bool), diagonal=False)
     TritonExecutor().execute(given, Plan(stripes))
-    assert attention.choose(given, stripes).hopper is None
-    assert attention.choose(given, SparseMask.full(given)).hopper is broken
+    assert chosen(given, stripes).family.name == "portable"
+    assert chosen(given, SparseMask.full(given)).family.name == "made-up"
 
 
-class Broken:
-    """A module whose kernel does not compile."""
-
-    def __init__(self, error: Exception) -> None:
-        self.error, self.tried = error, 0
-
-    def objection(self, *_: object, **__: object) -> None:
-        """Takes every call."""
-
-    features = objection
-
-    def better_copied(self, *_: object) -> bool:
-        return False
-
-    def launch(self, *_: object) -> torch.Tensor:
-        self.tried += 1
-        raise self.error
-
-
-@pytest.mark.parametrize("error", [RuntimeError("PassManager::run failed"), TritonError("no such layout")])
-def test_what_does_not_compile_is_said_once_and_the_portable_kernel_serves(
+@pytest.mark.parametrize("error", [RuntimeError("PassManager::run failed"), TritonError("no layout"), KeyError("x")])
+def test_what_does_not_compile_is_said_once_and_the_next_in_line_serves(
     error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    broken = Broken(error)
-    monkeypatch.setattr(attention, "FAILED", {})
-    monkeypatch.setattr(attention, "hopper_of", lambda _: broken)
+    broken = Made(error)
+    only(monkeypatch, broken.family)
     for _ in range(2):
         given = call(torch.float16, 64)
         result = TritonExecutor().execute(given, Plan(SparseMask.full(given)))
         (kernel,) = result.kernels
         assert kernel.name == "portable"
-        assert "does not work here for (torch.float16, 64, 128, 128" in kernel.reason
+        assert kernel.reason.startswith("made-up: does not work here for (torch.float16, 64, 128, 128")
         assert kernel.reason.endswith(f"{type(error).__name__}: {error}")
         assert output_error(result.out, ReferenceExecutor().execute(given, Plan(SparseMask.full(given))).out) <= 2e-3
-    assert broken.tried == 1
+    assert len(broken.jobs) == 1
     assert [str(error) in record.message for record in caplog.records] == [True]
 
 
+def test_the_last_in_line_hides_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = call(torch.float16, 64)
+    only(monkeypatch)
+    monkeypatch.setattr(attention, "forward", Made(KeyError("a bug")).launch)
+    with pytest.raises(KeyError, match="a bug"):
+        TritonExecutor().execute(given, Plan(SparseMask.full(given)))
+    assert choosing.FAILED == {}
+
+
 def test_running_out_of_memory_is_no_reason_to_give_the_kernel_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "FAILED", {})
-    monkeypatch.setattr(attention, "hopper_of", lambda _: Broken(torch.OutOfMemoryError("full")))
+    only(monkeypatch, Made(torch.OutOfMemoryError("full")).family)
     given = call(torch.float16, 64)
     with pytest.raises(torch.OutOfMemoryError):
         TritonExecutor().execute(given, Plan(SparseMask.full(given)))
-    assert attention.FAILED == {}
+    assert choosing.FAILED == {}
 
 
 def test_what_it_declines_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(attention, "hopper_of", lambda _: launch)
-    attention._declined.cache_clear()
+    only(monkeypatch, HOPPER)
+    choosing._declined.cache_clear()
     with caplog.at_level(logging.INFO):
         for given in (call(), call(softcap=30.0), call(softcap=20.0)):
-            choice = attention.choose(given, SparseMask.full(given, 128))
+            choice = chosen(given, SparseMask.full(given, 128))
             assert choice.call is given
-            assert (choice.hopper is None) == (given.softcap is not None) == (choice.reason is not None)
+            plain = given.softcap is None
+            assert (choice.family.name == "hopper") == plain == (choice.reason == "")
     assert ["softcap" in record.message for record in caplog.records] == [True]
 
 
-class Works:
-    """A module whose kernel takes every call, and here computes nothing."""
-
-    def objection(self, call: AttentionCall, mask: SparseMask, *, skips: bool = False) -> str | None:
-        return "a softcap" if call.softcap is not None else None
-
-    def features(self, call: AttentionCall, mask: SparseMask) -> str | None:
-        return self.objection(call, mask)
-
-    def better_copied(self, *_: object) -> bool:
-        return False
-
-    def launch(self, given: AttentionCall, mask: SparseMask, *_: object) -> torch.Tensor:
-        blocks = mask.geometry.tile_rows(mask.tile_q) * (mask.tile_q // 64)
-        return torch.zeros(given.q.shape[0] * given.q.shape[1] * blocks, dtype=torch.int8)
-
-
 def test_a_result_says_which_kernel_made_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "hopper_of", lambda _: Works())
+    only(monkeypatch, Made().family)
     found: list[Kernel] = []
     for given in (call(torch.float16, 64), call(torch.float16, 64, softcap=30.0)):
         found += TritonExecutor().execute(given, Plan(SparseMask.full(given))).kernels
-    assert [(one.name, one.reason) for one in found] == [("hopper", ""), ("portable", "a softcap")]
+    assert found == [Kernel("made-up"), Kernel("portable", "made-up: a sliding window or softcap")]
 
 
-def test_a_cpu_has_no_hopper_kernel() -> None:
+def test_in_the_interpreter_kernels_of_chips_have_nothing_to_say() -> None:
     given = call()
-    choice = attention.choose(given, SparseMask.full(given))
-    assert (choice.hopper, choice.reason) == (None, None)
+    choice = chosen(given, SparseMask.full(given))
+    assert (choice.family.name, choice.reason) == ("portable", "")
     assert choice.call is given
 
 
 def test_the_decision_is_taken_once_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[AttentionCall] = []
-    monkeypatch.setattr(attention, "hopper_of", asked.append)
+    made = Made().family
+    only(monkeypatch, evolve(made, objection=lambda call, mask, wanted: asked.append(call)))
     given = call(torch.float16, 64)
     TritonExecutor().execute(given, Plan(SparseMask.full(given)))
     assert asked == [given]
@@ -191,7 +167,7 @@ def test_an_empty_mask_leaves_zeros(state: bool) -> None:
 def test_of_few_rows_behind_many_keys_the_longest_blocks_are_drawn_first(
     tile_q: int, starts: tuple[int, int] | None, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "_multiprocessors", lambda _: 3)
+    monkeypatch.setattr(launch, "multiprocessors", lambda _: 3)
     q, k, v = tensors("random", batch=2, heads=4, kv_heads=2, q_len=600, kv_len=2000, head_dim=64)
     given = AttentionCall(q, k, v, starts=None if starts is None else torch.tensor(starts, dtype=torch.int32))
     g, source = given.geometry, torch.Generator().manual_seed(tile_q)
@@ -225,7 +201,7 @@ def _half(given: AttentionCall) -> torch.Tensor:
 
 
 def test_other_calls_draw_their_blocks_head_by_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_multiprocessors", lambda _: 3)
+    monkeypatch.setattr(launch, "multiprocessors", lambda _: 3)
     q, k, v = tensors("random", batch=1, heads=4, kv_heads=2, q_len=600, kv_len=2000, head_dim=64)
     behind, whole = AttentionCall(q, k, v), AttentionCall(q, k[:, :, :600], v[:, :, :600])
     some, none = (SparseMask.from_tiles(one, _half(one)) for one in (behind, whole))
@@ -234,14 +210,14 @@ def test_other_calls_draw_their_blocks_head_by_head(monkeypatch: pytest.MonkeyPa
     assert launch._order(behind, SparseMask.full(behind), 6) is None  # all heads alike
     monkeypatch.setattr(launch, "FEW_BLOCKS", 5)
     assert launch._order(behind, some, 6) is None
-    monkeypatch.setattr(launch, "_multiprocessors", lambda _: 132)
+    monkeypatch.setattr(launch, "multiprocessors", lambda _: 132)
     assert launch._order(behind, some, 5) is None  # all run at once
 
 
 @pytest.mark.parametrize("cached", [0, 2000])
 def test_blocks_of_several_requests_are_those_that_there_are(cached: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The longest lists first behind cached keys, else request by request; each block once, and no others."""
-    monkeypatch.setattr(launch, "_multiprocessors", lambda _: 3)
+    monkeypatch.setattr(launch, "multiprocessors", lambda _: 3)
     calls = step_of([(600, 600 + cached), (130, 130 + cached), (257, 300 + cached)], heads=4)
     masks = [mask_of(one, "tiles", (128, 128), seed=seed) for seed, one in enumerate(calls)]
     requests = Together.of(calls, masks)
@@ -262,38 +238,40 @@ def test_blocks_of_several_requests_are_those_that_there_are(cached: int, monkey
         assert [item // (4 * blocks) for item in order] == [i for i in range(3) for _ in range(4 * own[i])]
 
 
-def test_the_hopper_kernel_is_told_of_several_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    works, seen = Works(), []
-
-    def note(*given: object) -> torch.Tensor:
-        seen.append(given[-1])
-        return torch.zeros(2 * 2 * 2, dtype=torch.int8)
-
-    monkeypatch.setattr(works, "launch", note, raising=False)
-    monkeypatch.setattr(attention, "FAILED", {})
-    monkeypatch.setattr(attention, "hopper_of", lambda _: works)
+def test_a_kernel_is_told_of_several_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Made()
+    only(monkeypatch, made.family)
     calls = step_of([(200, 200), (100, 150)], heads=2)
     results = TritonExecutor().execute_many(calls, [Plan(SparseMask.full(one)) for one in calls])
-    assert [isinstance(one, Together) for one in seen] == [True]
-    assert {kernel.name for one in results for kernel in one.kernels} == {"hopper"}
+    assert [isinstance(job.requests, Together) for job in made.jobs] == [True]
+    assert {kernel.name for one in results for kernel in one.kernels} == {"made-up"}
+
+
+def test_a_kernel_of_single_requests_gets_them_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rank comes before the launch that others would share."""
+    made = Made()
+    only(monkeypatch, evolve(made.family, features=evolve(made.family.features, requests=False)))
+    calls = step_of([(200, 200), (100, 150)], heads=2)
+    results = TritonExecutor().execute_many(calls, [Plan(SparseMask.full(one)) for one in calls])
+    assert [job.requests for job in made.jobs] == [None, None]
+    assert {kernel.name for one in results for kernel in one.kernels} == {"made-up"}
 
 
 def test_what_fails_for_several_requests_says_nothing_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = Broken(RuntimeError("PassManager::run failed"))
-    monkeypatch.setattr(attention, "FAILED", {})
-    monkeypatch.setattr(attention, "hopper_of", lambda _: broken)
+    broken = Made(RuntimeError("PassManager::run failed"))
+    only(monkeypatch, broken.family)
     calls = step_of([(60, 60), (40, 90)], heads=2)
     plans = [Plan(SparseMask.full(one)) for one in calls]
     results = TritonExecutor().execute_many(calls, plans)
     assert {kernel.name for one in results for kernel in one.kernels} == {"portable"}
     assert all("several requests" in kernel.reason for one in results for kernel in one.kernels)
-    assert attention.choose(calls[0], plans[0].mask).hopper is broken
+    assert chosen(calls[0], plans[0].mask).family.name == "made-up"
     for one, plan, result in zip(calls, plans, results, strict=True):
         assert output_error(result.out, ReferenceExecutor().execute(one, plan).out) <= 2e-3
 
 
 def test_pages_that_are_copied_for_it_run_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "hopper_of", lambda _: launch)
+    only(monkeypatch, HOPPER)
     small, good = (step_of([(200, 200), (100, 150)], heads=2, page=page) for page in (8, 16))
     assert not attention.shares(small[0], SparseMask.full(small[0]))
     assert attention.shares(good[0], SparseMask.full(good[0]))

@@ -8,10 +8,12 @@ import pytest
 import torch
 from attrs import evolve
 
+from helpers.families import chosen, only, refused
 from kernels.caches import LAYOUTS, in_fp8, paged, untouched
 from sparseprefill import AttentionCall, Plan, ReferenceExecutor, SparseMask, output_error
 from sparseprefill.executors.triton import TritonExecutor
 from sparseprefill.kernels.attention import launch as attention
+from sparseprefill.kernels.hopper.record import HOPPER
 from sparseprefill.pages import Pages
 from sparseprefill.testing import tensors
 
@@ -34,10 +36,10 @@ def pages_of(given: AttentionCall) -> Pages:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_takes_pages_of_powers_of_two(dtype: torch.dtype, page: int, layout: str) -> None:
     given = paged(call(dtype, 128), page, layout)
-    assert launch.objection(given, SparseMask.full(given, 128)) is None
+    assert refused(HOPPER, given, SparseMask.full(given, 128)) is None
     narrow = pages_of(given).narrow(slice(1, 2), 150)
     part = evolve(given, q=given.q[:, 2:, :100], k=narrow, v=narrow)
-    assert launch.objection(part, SparseMask.full(part, 128)) is None
+    assert refused(HOPPER, part, SparseMask.full(part, 128)) is None
     assert untouched(given)
 
 
@@ -76,27 +78,27 @@ REFUSED = {
 def test_takes_fp8_unless_steps_may_be_left_out(fp8: torch.dtype, page: int) -> None:
     given = in_fp8(call(), page, stored=fp8)
     mask = SparseMask.full(given, 128)
-    assert launch.objection(given, mask) is None
-    assert "float8" in launch.objection(given, mask, skips=True)
+    assert refused(HOPPER, given, mask) is None
+    assert "float8" in refused(HOPPER, given, mask, skips=True)
 
 
 @pytest.mark.parametrize(("given", "reason"), REFUSED.values(), ids=REFUSED)
 def test_refuses_others_with_the_reason(given: AttentionCall, reason: str) -> None:
-    assert reason in launch.objection(given, SparseMask.full(given, 128))
+    assert reason in refused(HOPPER, given, SparseMask.full(given, 128))
 
 
 def test_what_it_would_serve_as_tensors_is_copied_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "hopper_of", lambda _: launch)
+    only(monkeypatch, HOPPER)
     taken, mask = paged(call(), 16), SparseMask.full(call(), 128)
-    assert attention.choose(taken, mask).call is taken
+    assert chosen(taken, mask).call is taken
     assert untouched(taken)
     given = as_float32(paged(call(), 16))
-    choice = attention.choose(given, mask)
+    choice = chosen(given, mask)
     copy = choice.call
-    assert (choice.hopper, choice.reason) == (launch, None)
+    assert (choice.family.name, choice.reason) == ("hopper", "")
     assert copy.pages is None
     assert torch.equal(copy.k, given.k)
-    assert launch.objection(copy, mask) is None
+    assert refused(HOPPER, copy, mask) is None
     assert {"k", "v"} == pages_of(given).gathered
 
 
@@ -123,13 +125,13 @@ def long(rows: int, keys: int) -> AttentionCall:
 def test_small_pages_of_long_prompts_are_copied_for_it(
     rows: int, keys: int, page: int, tiles: bool, copied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "hopper_of", lambda _: launch)
+    only(monkeypatch, HOPPER)
     given = paged(long(rows, keys), page)
     nothing = torch.zeros(1, dtype=torch.bool)
     made = SparseMask.from_tiles(given, nothing, 128), SparseMask.from_stripes(given, nothing, 64, diagonal=False)
     mask = made[0] if tiles else made[1]
-    choice = attention.choose(given, mask)
-    assert choice.hopper is launch
+    choice = chosen(given, mask)
+    assert choice.family.name == "hopper"
     assert (choice.call.pages is None) is copied
     assert (pages_of(given).gathered == {"k", "v"}) is copied
     assert untouched(given) is not copied
@@ -159,15 +161,15 @@ def test_an_fp8_cache_is_copied_where_its_keys_are_read_often(page: int, kind: s
 
 @pytest.mark.parametrize("given", [in_fp8(long(64, 512), 16), *(given for given, _ in REFUSED.values())])
 def test_pages_that_may_not_be_copied_are_read_in_place(given: AttentionCall, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "hopper_of", lambda _: launch)
+    only(monkeypatch, HOPPER)
     mask = SparseMask.full(given, 128)
-    choice = attention.choose(given, mask)
-    assert (choice.hopper, choice.call.pages) == (launch, None), "copied, if they may be"
+    choice = chosen(given, mask)
+    assert (choice.family.name, choice.call.pages) == ("hopper", None), "copied, if they may be"
     pages = evolve(pages_of(given), copies=False)
     kept = evolve(given, k=pages, v=pages)
-    choice = attention.choose(kept, mask)
+    choice = chosen(kept, mask)
     assert choice.call is kept
-    assert choice.hopper is (launch if choice.reason is None else None)
+    assert choice.family.name == ("portable" if choice.reason else "hopper")
     assert attention.shares(kept, mask)
     assert untouched(kept)
 
@@ -189,13 +191,13 @@ def test_more_than_a_gigabyte_is_read_in_place(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("more", [{"window": 50}, {"softcap": 3.0}])
 def test_what_it_would_not_serve_anyway_is_read_in_place(more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "hopper_of", lambda _: launch)
+    only(monkeypatch, HOPPER)
     given = in_fp8(call(**more), 16)
     mask = SparseMask.full(given, 128)
-    choice = attention.choose(given, mask)
+    choice = chosen(given, mask)
     assert choice.call is given
-    assert choice.hopper is None
-    assert choice.reason == "a sliding window or softcap"
+    assert choice.family.name == "portable"
+    assert choice.reason == "hopper: a sliding window or softcap"
     found = TritonExecutor().execute(given, Plan(mask))
     assert untouched(given)
     assert output_error(found.out, ReferenceExecutor().execute(given, Plan(mask)).out) <= 2e-3

@@ -8,10 +8,11 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from sparseprefill.kernels.attention.arguments import OUT_BEGIN
 from sparseprefill.kernels.hopper.eight import attend_eight, round_queries
-from sparseprefill.kernels.hopper.paging import behind, rows_of
-from sparseprefill.kernels.hopper.ring import advance, hide, pin, softmax, start_logits, values_of
+from sparseprefill.kernels.hopper.mma import start_logits
 from sparseprefill.kernels.hopper.skim import bound_of, skim
-from sparseprefill.kernels.hopper.work import (
+from sparseprefill.kernels.roles.paging import behind, rows_of
+from sparseprefill.kernels.roles.ring import advance, hide, pin, softmax, values_of
+from sparseprefill.kernels.roles.work import (
     CROSSING,
     FIRST_EIGHT,
     ITEM,

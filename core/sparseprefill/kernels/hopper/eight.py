@@ -18,11 +18,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sparseprefill.kernels.hopper.gluon import barrier, load_block
-from sparseprefill.kernels.hopper.ring import advance
+from sparseprefill.kernels.roles.gluon import barrier
+from sparseprefill.kernels.roles.quantise import TILE
+from sparseprefill.kernels.roles.ring import advance
 
-TILE = gl.constexpr(128)
-"""Keys of a step, and of a tile."""
 SHIFT = gl.constexpr(8.807354922057604)
 """log2(448): the largest weight becomes the largest number of e4m3, so that small ones keep their bits."""
 MAGIC = gl.constexpr(12582912.0)
@@ -146,29 +145,3 @@ def attend_eight(q8, by_row, beside, ring, eight, head, steps, m, l, o, stage, p
     o = o * gl.load(eight.v_scale + dims)[None, :] + gl.convert_layout(l, o_rows)[:, None] * mean
     m = gl.convert_layout(m + SHIFT, m_rows)
     return m, gl.convert_layout(l, m_rows), gl.convert_layout(o, was), stage, phase
-
-
-@gluon.jit
-def send_eight(ring, eight, head, kv_heads, columns, tile_ptr, steps, stage, phase, shape):
-    """The producer's part: `steps` tiles, from the one at `tile_ptr` back, with their factors. The slot behind them and
-    its phase."""
-    line: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    none = 0.0 * gl.arange(0, shape.BLOCK_M // 2, layout=line)  # [half]
-    entry = gl.load(tile_ptr)
-    factor = gl.load(eight.k_scale + head * columns + entry)
-    for j in range(steps):
-        key = entry * TILE
-        entry = gl.load(tile_ptr - gl.minimum(j + 1, steps - 1))
-        mbarrier.wait(ring.k_empty.index(stage), phase)
-        ring.scales.index(stage).store(factor + none)
-        barrier()
-        factor = gl.load(eight.k_scale + head * columns + entry)
-        mbarrier.expect(ring.k_ready.index(stage), TILE * shape.D)
-        at = [head // kv_heads, head % kv_heads, key, 0]
-        load_block(eight.k_desc, at, ring.k_ready.index(stage), ring.k_eight.index(stage))  # [TILE, D]
-        mbarrier.wait(ring.v_empty.index(stage), phase)
-        mbarrier.expect(ring.v_ready.index(stage), TILE * shape.D)
-        at = [head // kv_heads, head % kv_heads, 0, key]
-        load_block(eight.v_desc, at, ring.v_ready.index(stage), ring.v_eight.index(stage))  # [D, TILE]
-        stage, phase = advance(stage, phase, shape.STAGES)
-    return stage, phase

@@ -7,12 +7,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from sparseprefill.kernels.attention.arguments import Lists, Mask, State
-from sparseprefill.kernels.hopper.arguments import Cache, Eight, Outputs, Queries, Raw, Ring, Shape, Sizes, Skip, Work
 from sparseprefill.kernels.hopper.consume import consume
-from sparseprefill.kernels.hopper.convert import produce_converted
-from sparseprefill.kernels.hopper.gluon import reinterpret
-from sparseprefill.kernels.hopper.produce import produce
-from sparseprefill.kernels.hopper.work import FIELDS, SLOTS, schedule
+from sparseprefill.kernels.roles.arguments import Cache, Eight, Outputs, Queries, Raw, Ring, Shape, Sizes, Skip, Work
+from sparseprefill.kernels.roles.convert import produce_converted
+from sparseprefill.kernels.roles.gluon import reinterpret
+from sparseprefill.kernels.roles.produce import produce
+from sparseprefill.kernels.roles.work import FIELDS, SLOTS, schedule
 
 RUNTIME = (
     "outputs_stride_lb", "outputs_stride_lh", "sizes_q_offset", "sizes_q_len", "sizes_kv_len", "sizes_blocks",

@@ -1,8 +1,7 @@
-"""When the Hopper kernel serves a call, and its launch."""
+"""When the Hopper kernel serves a call, and its launch; `record` says what it can do."""
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,11 +10,13 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sparseprefill.kernels.attention.arguments import flat
-from sparseprefill.kernels.hopper.arguments import Arguments, Cache, Eight, Outputs, Sizes
+from sparseprefill.kernels.family.chips import multiprocessors
+from sparseprefill.kernels.family.record import Job, Launched
 from sparseprefill.kernels.hopper.kernel import hopper_attention_fwd_kernel
-from sparseprefill.kernels.hopper.paging import PANEL
-from sparseprefill.kernels.hopper.quantise import TILE, errors_of
-from sparseprefill.kernels.hopper.quantise import eight as quantised
+from sparseprefill.kernels.roles.arguments import Arguments, Cache, Eight, Outputs, Sizes
+from sparseprefill.kernels.roles.paging import PANEL
+from sparseprefill.kernels.roles.quantise import TILE, errors_of
+from sparseprefill.kernels.roles.quantise import eight as quantised
 from sparseprefill.kernels.settings import FUSED
 from sparseprefill.kernels.source import Source, aligned, strides
 from sparseprefill.mask.geometry import kept
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
     from sparseprefill.kernels.attention.arguments import Arguments as Given
     from sparseprefill.kernels.attention.together import Together
+    from sparseprefill.kernels.family.record import Wanted
     from sparseprefill.mask.mask import SparseMask
     from sparseprefill.pages import Pages
 
@@ -70,16 +72,13 @@ SCRATCH = 16
 """Bytes before the flags of the scratch tensor; the first four are the counter of work items."""
 
 
-def objection(call: AttentionCall, mask: SparseMask, *, skips: bool = False) -> str | None:
-    """Why the portable kernel has to serve the call, or None. Sizes and features alone; no device is asked.
-
-    skips: whether steps may be left out.
-    """
-    reason = features(call, mask)
+def objection(call: AttentionCall, mask: SparseMask, wanted: Wanted) -> str | None:
+    """Why another kernel has to serve a call that the record's features allow, or None."""
+    reason = _shape_objection(call, mask)
     if reason is not None:
         return reason
     if call.pages is not None:
-        return _pages_objection(call, call.pages, skips)
+        return _pages_objection(call, call.pages, wanted.skips)
     if not (aligned(call.k) and aligned(call.v)):
         return "rows that are not aligned to 16 bytes"
     if mask.stripes is not None and not (_specialised(call.k) and _specialised(call.v)):
@@ -87,20 +86,23 @@ def objection(call: AttentionCall, mask: SparseMask, *, skips: bool = False) -> 
     return None
 
 
-def features(call: AttentionCall, mask: SparseMask) -> str | None:
+def copied(call: AttentionCall, mask: SparseMask, wanted: Wanted) -> bool:
+    """Whether the kernel serves a copy of the call's pages, which may be copied: pages that it does not read, or reads
+    more slowly than a copy."""
+    if _shape_objection(call, mask) is not None:
+        return False
+    return objection(call, mask, wanted) is not None or better_copied(call, mask)
+
+
+def _shape_objection(call: AttentionCall, mask: SparseMask) -> str | None:
     """Why the kernel cannot run a call, whatever K and V are read from; None if it can."""
-    q = call.q
-    if q.dtype not in (torch.float16, torch.bfloat16) or q.shape[-1] not in STAGES:
-        return f"{q.dtype} with head dimension {q.shape[-1]}"
     if mask.tile_q % BLOCK_M or mask.tile_k < 64 or mask.tile_k & (mask.tile_k - 1):
         return f"tiles of {mask.tile_q} x {mask.tile_k}"
-    if call.geometry.window is not None or call.softcap is not None:
-        return "a sliding window or softcap"
-    return None if aligned(q) else "rows that are not aligned to 16 bytes"
+    return None if aligned(call.q) else "rows that are not aligned to 16 bytes"
 
 
 def _pages_objection(call: AttentionCall, pages: Pages, skips: bool) -> str | None:
-    """Why the kernel cannot read these pages, or None; the call's other features are the matter of `features`."""
+    """Why the kernel cannot read these pages, or None."""
     fp8 = pages.k.dtype in FORMATS
     if pages.converted and (skips or not fp8):
         return f"pages of {pages.k.dtype} that are read as {pages.dtype}"
@@ -155,21 +157,20 @@ def unrounded(call: AttentionCall, mask: SparseMask) -> str | None:
     return None
 
 
-def launch(call: AttentionCall, mask: SparseMask, given: Given, requests: Together | None = None) -> Tensor:
-    """Run the kernel; int8 flags ``[B * Hq * blocks]`` of the query blocks whose sums are nonfinite.
-
-    given: what the portable kernel would be given; its pairs left out are two numbers for each query block, one of each
-    half. requests: in place of the call's rows; call and mask are then the first's.
-    """
+def launch(job: Job) -> Launched:
+    """Run the kernel in 16 bits. Its pairs left out are two numbers for each query block, one of each half."""
+    call, mask, given, requests = job.call, job.mask, job.arguments, job.requests
     blocks = _blocks(mask, given)
     order = _order(call, mask, blocks) if requests is None else _order_together(requests, blocks)
-    return _run(call, mask, given, order, requests)
+    nonfinite = _run(call, mask, given, order, requests)
+    return Launched(nonfinite=nonfinite, voting=_voting(mask, call.q.shape[3]) if job.wanted.skips else None)
 
 
-def launch_eight(call: AttentionCall, mask: SparseMask, given: Given, bound: float) -> tuple[Tensor, Tensor]:
-    """Run the kernel in 8 bits: its flags, and float32 ``[B, Hq]``, how far sampled rows are from the same in 16 bits, as
-    a share of their norm. Heads where that is more than `bound` run in 16 bits. Nothing is read on the host.
+def launch_eight(job: Job) -> Launched:
+    """Run the kernel in 8 bits. Errors are those of sampled rows beside the same in 16 bits, as a share of their norm;
+    heads where they are more than the bound run in 16 bits. Nothing is read on the host.
     """
+    call, mask, given, bound = job.call, job.mask, job.arguments, job.wanted.bound
     out, blocks = given.outputs.out, _blocks(mask, given)
     batch, heads = call.q.shape[:2]
     items, rows, every, one_way = _sampled(batch * heads, blocks, given.sizes.q_offset % BLOCK_M, out.device)
@@ -180,7 +181,8 @@ def launch_eight(call: AttentionCall, mask: SparseMask, given: Given, bound: flo
     first = -(given.sizes.q_offset % BLOCK_M)
     errors, beyond = errors_of(out, exact, first, blocks, SAMPLED, BLOCK_M, bound)
     order = _order(call, mask, blocks)
-    return _run(call, mask, given, every if order is None else order, eight=eight._replace(exact=beyond)), errors
+    eight = eight._replace(exact=beyond)
+    return Launched(nonfinite=_run(call, mask, given, every if order is None else order, eight=eight), errors=errors)
 
 
 @kept
@@ -239,7 +241,7 @@ def _run(
         draws,
         NOTHING if eight is None else eight,
     )
-    hopper_attention_fwd_kernel[(min(draws or items, _multiprocessors(q.device)),)](
+    hopper_attention_fwd_kernel[(min(draws or items, multiprocessors(q.device)),)](
         *flat(arguments),
         TILE_Q=mask.tile_q, TILE_K=mask.tile_k, GROUP=mask.group, WIDTH=mask.stripe_width, BLOCK_M=BLOCK_M,
         BLOCK_N=block_n, D=width, STAGES=stages[width], PAGE=source.page, REGISTERS=registers, FP8=fp8,
@@ -249,7 +251,7 @@ def _run(
     return nonfinite
 
 
-def voting(mask: SparseMask, width: int) -> tuple[int, int, int]:
+def _voting(mask: SparseMask, width: int) -> tuple[int, int, int]:
     """For `plan.Skipped`: query rows of a block, those that vote together (of one consumer), and keys of a step."""
     return BLOCK_M, BLOCK_M // 2, min(mask.tile_k, BLOCK_N[width])
 
@@ -261,7 +263,7 @@ def _order(call: AttentionCall, mask: SparseMask, blocks: int) -> Tensor | None:
     Few rows behind many cached keys leave each multiprocessor few blocks, some many times as long as others: one that
     is drawn last keeps all waiting. Of whole prompts, a head's own blocks are enough to fill the gaps.
     """
-    few = blocks * call.geometry.batch * call.geometry.heads <= _multiprocessors(call.q.device)
+    few = blocks * call.geometry.batch * call.geometry.heads <= multiprocessors(call.q.device)
     return None if few or not _uneven(mask, blocks) else _longest_first(_keys(mask))
 
 
@@ -273,7 +275,7 @@ def _order_together(requests: Together, blocks: int) -> Tensor:
     masks, device = requests.masks, requests.q.device
     own, heads = requests.blocks(BLOCK_M), requests.q.shape[1]
     items = _items(own, blocks, heads, device)
-    if items.numel() <= _multiprocessors(device) or not any(map(_uneven, masks, own)):
+    if items.numel() <= multiprocessors(device) or not any(map(_uneven, masks, own)):
         return items
     return items[_longest_first(torch.cat([_keys(mask) for mask in masks]))]
 
@@ -304,11 +306,6 @@ def _keys(mask: SparseMask) -> Tensor:
 
 def _longest_first(keys: Tensor) -> Tensor:
     return torch.argsort(keys, descending=True, stable=True).to(torch.int32)
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _descriptor(x: Tensor, rows: int, columns: int | None = None) -> TensorDescriptor:

@@ -10,8 +10,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
+from sparseprefill.kernels.family.chips import chip
 from sparseprefill.kernels.sampled.mass import settings
-from sparseprefill.kernels.settings import block, capability, cdiv
+from sparseprefill.kernels.settings import block, cdiv
 from sparseprefill.kernels.source import Keys, packed, strides
 from sparseprefill.kernels.steps import LN2, LOG2E, batch_row, factor, logits, stored_rows
 
@@ -127,7 +128,7 @@ def tile_lse(
     geometry, count = call.geometry, rows.shape[1]
     q, k = packed(call.q), Keys.of(call)
     width = q.shape[-1]
-    chosen = settings(capability(q.device), block(width), q.element_size())
+    chosen = settings(chip(q.device), block(width), q.element_size())
     block_r = min(chosen.block_m, block(count * call.group))
     block_n = min(chosen.block_n, block(tile))
     columns, each = geometry.tile_columns(tile), max(1, KEYS // tile)

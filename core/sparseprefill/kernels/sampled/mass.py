@@ -19,7 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparseprefill.kernels.settings import FUSED, HOPPER, Settings, block, capability, cdiv, power_of_two
+from sparseprefill.kernels.family.chips import Chip, chip
+from sparseprefill.kernels.settings import FUSED, Settings, block, cdiv, power_of_two
 from sparseprefill.kernels.source import Keys, packed, strides
 from sparseprefill.kernels.steps import LN2, LOG2E, batch_row, factor, floor_div, load_rows, logits, stored_rows
 
@@ -315,16 +316,16 @@ SHARES = 512 << 20
 
 
 @lru_cache
-def settings(capability: tuple[int, int], block_d: int, itemsize: int) -> Settings:
+def settings(chip: Chip, block_d: int, itemsize: int) -> Settings:
     """Of both passes; block_m: rows of a program, block_n: keys of a step.
 
-    By compute capability, head dimension, rounded up to a power of two, and bytes per element. Two programs share a
-    Hopper multiprocessor: one's exponentials overlap the other's products, and three steps of keys fit.
+    By a chip's facts, head dimension, rounded up to a power of two, and bytes per element. Two programs share a
+    multiprocessor of an H100: one's exponentials overlap the other's products, and three steps of keys fit.
     """
     wide = block_d > 128
     if itemsize == 4:
         return Settings(32, 16 if wide else 32, warps=8, stages=2)
-    return Settings(64 if wide else 128, 64, warps=4, stages=3 if capability == HOPPER and not wide else 2)
+    return Settings(64 if wide else 128, 64, warps=4, stages=3 if chip.deep and not wide else 2)
 
 
 def sampled_mass(
@@ -336,7 +337,7 @@ def sampled_mass(
     round of launches, or as many at a time as `SHARES` allows.
     """
     geometry = call.geometry
-    chosen = settings(capability(call.q.device), block(call.q.shape[-1]), call.q.element_size())
+    chosen = settings(chip(call.q.device), block(call.q.shape[-1]), call.q.element_size())
     part = min(chosen.block_m, slash)
     one = geometry.batch * geometry.heads * cdiv(rows.shape[2], part) * 2 * geometry.kv_len * 4
     size = max(1, SHARES // one)

@@ -1,10 +1,9 @@
-"""What the roles do with slots and steps of the ring: walk them in turn, multiply, and make weights of logits."""
+"""What the roles do with slots and steps of the ring: walk them in turn, and make weights of logits."""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 
 @gluon.jit
@@ -15,13 +14,6 @@ def advance(slot, phase, COUNT):
         slot = 0
         phase ^= 1
     return slot, phase
-
-
-@gluon.jit
-def start_logits(q, ring, stage, zero, shape):
-    """Logits ``[half, BLOCK_N]`` of a step whose keys have come, on their way. q: ``[half, D]``; zero: as the result."""
-    k = ring.k_smem.index(stage).reshape([shape.BLOCK_N, shape.D]).permute((1, 0))  # [D, BLOCK_N]
-    return warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
 
 
 @gluon.jit

@@ -7,11 +7,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from sparseprefill.kernels.hopper.gluon import barrier, load_rows, reinterpret
-from sparseprefill.kernels.hopper.paging import row_in_cache
-from sparseprefill.kernels.hopper.produce import HIDDEN
-from sparseprefill.kernels.hopper.ring import advance
-from sparseprefill.kernels.hopper.work import SLOTS, column_keys, query_block, take
+from sparseprefill.kernels.roles.gluon import barrier, load_rows, reinterpret
+from sparseprefill.kernels.roles.paging import row_in_cache
+from sparseprefill.kernels.roles.produce import HIDDEN
+from sparseprefill.kernels.roles.ring import advance
+from sparseprefill.kernels.roles.work import SLOTS, column_keys, query_block, take
 
 
 @gluon.constexpr_function

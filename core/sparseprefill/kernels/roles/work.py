@@ -7,9 +7,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from sparseprefill.kernels.attention.arguments import GROUP_ROWS, Q_BEGIN, STRIPE_LISTS, TILE_LISTS, TILE_ROWS
-from sparseprefill.kernels.hopper.gluon import barrier, load_block
-from sparseprefill.kernels.hopper.paging import batch_row, behind, head_of, own, own_size, rows_of
-from sparseprefill.kernels.hopper.ring import advance
+from sparseprefill.kernels.roles.gluon import barrier, load_block
+from sparseprefill.kernels.roles.paging import batch_row, behind, head_of, own, own_size, rows_of
+from sparseprefill.kernels.roles.ring import advance
 
 # Fields of a work item in shared memory: 32-bit words.
 ITEM = gl.constexpr(0)  # its number; `sizes.items` where none is left

@@ -8,9 +8,9 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from sparseprefill.kernels.attention.arguments import BITMAP, COLUMNS, TABLE, TILE_ROWS
-from sparseprefill.kernels.hopper.eight import send_eight
-from sparseprefill.kernels.hopper.gluon import barrier, load_rows
-from sparseprefill.kernels.hopper.paging import (
+from sparseprefill.kernels.roles.fetch import fetch
+from sparseprefill.kernels.roles.gluon import barrier, load_block, load_rows
+from sparseprefill.kernels.roles.paging import (
     batch_row,
     boxes,
     entries_of,
@@ -21,9 +21,9 @@ from sparseprefill.kernels.hopper.paging import (
     own_size,
     row_in_cache,
 )
-from sparseprefill.kernels.hopper.ring import advance
-from sparseprefill.kernels.hopper.skim import fetch
-from sparseprefill.kernels.hopper.work import SLOTS, column_keys, query_block, take
+from sparseprefill.kernels.roles.quantise import TILE
+from sparseprefill.kernels.roles.ring import advance
+from sparseprefill.kernels.roles.work import SLOTS, column_keys, query_block, take
 
 HIDDEN = gl.constexpr(-2147483648)
 """Set in a gathered column's position where no row may see it; as an unsigned number beyond every row."""
@@ -73,6 +73,32 @@ def send_tiles(
         mbarrier.wait(ring.v_empty.index(stage), phase)
         ready = ring.v_ready.index(stage)
         load_step(cache.v_desc, entries, b, hk, key, start, ready, v_boxes, stage, shape)
+        stage, phase = advance(stage, phase, shape.STAGES)
+    return stage, phase
+
+
+@gluon.jit
+def send_eight(ring, eight, head, kv_heads, columns, tile_ptr, steps, stage, phase, shape):
+    """The producer's part: `steps` tiles, from the one at `tile_ptr` back, with their factors. The slot behind them and
+    its phase."""
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    none = 0.0 * gl.arange(0, shape.BLOCK_M // 2, layout=line)  # [half]
+    entry = gl.load(tile_ptr)
+    factor = gl.load(eight.k_scale + head * columns + entry)
+    for j in range(steps):
+        key = entry * TILE
+        entry = gl.load(tile_ptr - gl.minimum(j + 1, steps - 1))
+        mbarrier.wait(ring.k_empty.index(stage), phase)
+        ring.scales.index(stage).store(factor + none)
+        barrier()
+        factor = gl.load(eight.k_scale + head * columns + entry)
+        mbarrier.expect(ring.k_ready.index(stage), TILE * shape.D)
+        at = [head // kv_heads, head % kv_heads, key, 0]
+        load_block(eight.k_desc, at, ring.k_ready.index(stage), ring.k_eight.index(stage))  # [TILE, D]
+        mbarrier.wait(ring.v_empty.index(stage), phase)
+        mbarrier.expect(ring.v_ready.index(stage), TILE * shape.D)
+        at = [head // kv_heads, head % kv_heads, 0, key]
+        load_block(eight.v_desc, at, ring.v_ready.index(stage), ring.v_eight.index(stage))  # [D, TILE]
         stage, phase = advance(stage, phase, shape.STAGES)
     return stage, phase
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from sparseprefill.kernels.hopper.arguments import Eight
+from sparseprefill.kernels.roles.arguments import Eight
 from sparseprefill.kernels.settings import FUSED, cdiv
 from sparseprefill.kernels.source import TYPES, Source, strides
 from sparseprefill.kernels.steps import stored_rows

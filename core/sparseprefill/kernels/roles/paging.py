@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from sparseprefill.kernels.attention.arguments import FIELDS, KV_LEN, Q_LEN, Q_OFFSET
-from sparseprefill.kernels.hopper.gluon import load_block, reinterpret
+from sparseprefill.kernels.roles.gluon import load_block, reinterpret
 
 PANEL = gl.constexpr(64)
 """Columns that lie together in shared memory: 128 bytes, the width of its swizzle."""

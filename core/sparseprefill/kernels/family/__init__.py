@@ -1,0 +1,1 @@
+"""Kernels of attention as records: the facts of chips, the record, and the choice among those that plugins offer."""

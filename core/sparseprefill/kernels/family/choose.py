@@ -1,0 +1,226 @@
+"""Which kernel serves a call: records are asked by rank, refusals keep their reasons, and failures are remembered."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import Attribute, evolve, frozen
+
+from sparseprefill.errors import UnsupportedCallError
+from sparseprefill.kernels.family.chips import NONE, Capability, amd, capability
+from sparseprefill.kernels.family.record import Family, Job, Launched, Wanted
+from sparseprefill.plan import EXACT
+from sparseprefill.validate import one_of
+
+if TYPE_CHECKING:
+    from sparseprefill.call import AttentionCall
+    from sparseprefill.mask.mask import SparseMask
+
+FAILED: dict[tuple[str, Hashable], Exception] = {}
+"""By kernel and variant, what does not compile or launch here; empty while all of them work."""
+ALL = "any call"
+"""In place of a variant, of a kernel that cannot even be imported or asked."""
+_KNOWN: ContextVar[tuple[Family, ...] | None] = ContextVar("known", default=None)
+log = logging.getLogger(__name__)
+
+
+@frozen
+class Refusal:
+    """Why a kernel does not serve a call."""
+
+    kernel: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.kernel}: {self.reason}"
+
+
+@frozen(eq=False)
+class Choice:
+    """Which kernel serves a call, and as what.
+
+    call: the call to read from; its K and V are copied out of their pages where the kernel is to get a copy. wanted:
+    what is asked of it, in the call's precision where no kernel serves the one that was asked for. refused: those that
+    would have come first, in order.
+    """
+
+    call: AttentionCall
+    family: Family
+    wanted: Wanted
+    refused: tuple[Refusal, ...] = ()
+
+    @property
+    def reason(self) -> str:
+        """Every refusal; kernels with one reason share it."""
+        if not self.refused:
+            return ""
+        by_reason: dict[str, list[str]] = {}
+        for one in self.refused:
+            by_reason.setdefault(one.reason, []).append(one.kernel)
+        return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in by_reason.items())
+
+
+@contextmanager
+def alone(*known: Family) -> Iterator[None]:
+    """For checks of one kernel: no others are known in this context, and none has failed before or does behind it."""
+    before, failed = _KNOWN.set(known), dict(FAILED)
+    FAILED.clear()
+    try:
+        yield
+    finally:
+        _KNOWN.reset(before)
+        FAILED.clear()
+        FAILED.update(failed)
+
+
+def families() -> tuple[Family, ...]:
+    """All records of the default registry, which stands above this room: it is imported when a call first asks."""
+    known = _KNOWN.get()
+    if known is not None:
+        return known
+    found: tuple[Family, ...] = _above().default_registry().kernels()
+    return found
+
+
+@cache
+def _above() -> Any:
+    return import_module("sparseprefill.registry")
+
+
+def precisions() -> tuple[str, ...]:
+    """What executors may be asked to compute in: the call's precision, and those of all records."""
+    return tuple(dict.fromkeys([EXACT, *(one for family in families() for one in family.features.precisions)]))
+
+
+def a_precision(owner: Any, attribute: Attribute[Any], value: Any) -> None:
+    """'call', or a precision of a registered kernel, such as 'int8'"""
+    if value != EXACT:
+        one_of(*precisions())(owner, attribute, value)
+
+
+def unmet(precision: str) -> Refusal:
+    """Why a call is computed in its own precision on a device whose kernels have no other."""
+    return Refusal(precision, "no kernel for it runs on this device")
+
+
+@cache
+def _line(
+    known: tuple[Family, ...], chip: Capability, precision: str
+) -> tuple[tuple[Family, ...], tuple[Family, ...], tuple[Family, ...]]:
+    """Records that run on a chip, by rank: of the precision, and of the call's, if that is another; and the others, of
+    other chips."""
+    asked = [one for one in known if {precision, EXACT} & set(one.features.precisions)]
+    ranked = sorted(
+        (one for one in asked if one.place(chip) is not None), key=lambda one: (-(one.place(chip) or 0), one.name)
+    )
+    reduced = tuple(one for one in ranked if precision in one.features.precisions)
+    exact = tuple(one for one in ranked if EXACT in one.features.precisions)
+    elsewhere = tuple(one for one in asked if one.place(chip) is None)
+    return (reduced, exact, elsewhere) if precision != EXACT else ((), exact, elsewhere)
+
+
+def choose(call: AttentionCall, mask: SparseMask, wanted: Wanted) -> Choice:
+    """The kernel for the call, and what it reads; nothing is read from a device.
+
+    First those of the precision that is wanted, then those of the call's; by rank, and the first without an objection
+    serves. Raises UnsupportedCallError with every reason where none does.
+    """
+    device = call.q.device
+    reduced, exact, elsewhere = _line(families(), capability(device), wanted.precision)
+    refused: list[Refusal] = []
+    if device.type == "cuda":
+        refused += (Refusal(one.name, _other_chip(one, device)) for one in elsewhere)
+    if wanted.precision != EXACT and not reduced and not refused:
+        refused.append(unmet(wanted.precision))
+    for line, asked in ((reduced, wanted), (exact, wanted.exact)):
+        for family in line:
+            given = _given(family, call, mask, asked)
+            if not isinstance(given, str):
+                return Choice(given, family, asked, tuple(refused))
+            refused.append(Refusal(family.name, given))
+    text = "; ".join(map(str, refused)) or "no kernel runs on this device"
+    raise UnsupportedCallError([f"attention: {text}"])
+
+
+def _given(family: Family, call: AttentionCall, mask: SparseMask, wanted: Wanted) -> AttentionCall | str:
+    """The call as the kernel is to get it, or why it does not serve it."""
+    reason = _failure(family, ALL) or family.features.lacking(call, mask, wanted)
+    if reason is None:
+        copied = call.pages is not None and call.pages.copies
+        try:
+            copied = copied and (not family.features.pages or family.copied(call, mask, wanted))
+            given = evolve(call, k=call.k, v=call.v) if copied else call
+            reason = family.objection(given, mask, wanted)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of somebody else's code, or of a library that is not there
+            return fail(family, ALL, error)
+        if reason is None:
+            broken = _failure(family, variant(given, mask, wanted)) if FAILED else None
+            return given if broken is None else broken
+    _declined(family.name, reason)
+    return reason
+
+
+def launched(choice: Choice, job: Job) -> Launched | None:
+    """What the chosen kernel leaves; None where this variant of it fails here, so that `choose` has to be asked again.
+
+    Of the last in line the error is the caller's, and so is a lack of memory.
+    """
+    try:
+        return choice.family.launch(job)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # what compilers and libraries raise has no class in common
+        if choice.family is _line(families(), capability(job.call.q.device), EXACT)[1][-1]:
+            raise
+        fail(choice.family, variant(job.call, job.mask, job.wanted), error)
+        return None
+
+
+def variant(call: AttentionCall, mask: SparseMask, wanted: Wanted) -> Hashable:
+    """What a kernel is compiled for, but for its carry and state: one that fails says nothing of the others."""
+    lists = (mask.has_tiles, mask.stripes is not None, mask.disjoint)
+    optional = tuple(x is not None for x in (call.starts, call.lengths, call.sinks))
+    page = None if call.pages is None else (call.pages.page, call.pages.k.dtype)
+    grid = mask.tile_q, mask.tile_k, mask.group, mask.stripe_width
+    made = call.q.dtype, call.q.shape[-1], *grid, lists, optional, page, wanted.skips
+    return (*made, "several requests") if wanted.together else made
+
+
+def _other_chip(family: Family, device: torch.device) -> str:
+    """Why a kernel of other chips does not run on a GPU."""
+    chips = [one for one in family.rank if one != NONE] if not isinstance(family.rank, int) else []
+    numbers = " or ".join("{}.{}".format(*one) for one in sorted(chips))
+    which = "is AMD's" if amd(device) else "has {}.{}".format(*capability(device))
+    return f"needs an NVIDIA GPU of capability {numbers}, this one {which}"
+
+
+@cache
+def _declined(name: str, reason: str) -> None:
+    """Said once for each reason; `info`, since small tiles or a softcap are no fault of anybody."""
+    log.info("the kernel %s does not serve calls with %s; the next in line is asked", name, reason)
+
+
+def fail(family: Family, which: Hashable, error: Exception) -> str:
+    """From now on other kernels serve this variant, which one warning says. Returns the reason."""
+    FAILED[family.name, which] = error
+    text = "the kernel %s does not work here (torch %s) for %s; another serves instead: %s"
+    log.warning(text, family.name, torch.__version__, which, error)
+    return _failure(family, which) or ""
+
+
+def _failure(family: Family, which: Hashable) -> str | None:
+    """Why a variant of a kernel does not work here, in one line; None where it was not found to fail."""
+    error = FAILED.get((family.name, which)) if FAILED else None
+    if error is None:
+        return None
+    text = (str(error).splitlines() or [""])[0][:200]
+    return f"does not work here for {which}: {type(error).__name__}: {text}"

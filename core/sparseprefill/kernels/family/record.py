@@ -1,0 +1,195 @@
+"""The record of an attention kernel: what it can do, what it has against a call, and how it is launched.
+
+A plugin offers records through the hook ``sparseprefill_kernels``. Those that run on a chip are asked by rank, and the
+first without an objection serves; what the others had against the call stands in `Result.kernels`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import Attribute, evolve, field, frozen
+from torch import Tensor
+
+from sparseprefill.errors import ParameterError, printed
+from sparseprefill.kernels.family.chips import Capability
+from sparseprefill.plan import BOUND, EXACT
+from sparseprefill.validate import fitting, is_name
+
+if TYPE_CHECKING:
+    from sparseprefill.call import AttentionCall
+    from sparseprefill.kernels.attention.arguments import Arguments
+    from sparseprefill.kernels.attention.together import Together
+    from sparseprefill.mask.mask import SparseMask
+
+HALVES = frozenset({torch.float16, torch.bfloat16})
+TYPES = HALVES | {torch.float32}
+
+
+def square(*dims: int) -> frozenset[tuple[int, int]]:
+    """Head dimensions that are the same for keys and values."""
+    return frozenset((dim, dim) for dim in dims)
+
+
+@frozen(kw_only=True)
+class Wanted:
+    """What a launch is asked for beside attention over a mask.
+
+    precision: "call" for that of the call, or a reduced one. bound: error up to which a head is computed in that (see
+    `plan.Rounding`). skips: steps may be left out (`Plan.skip_below`). carry: a softmax is resumed. state: the softmax
+    is left unnormalised. together: several requests share the launch.
+    """
+
+    precision: str = EXACT
+    bound: float = BOUND
+    skips: bool = False
+    carry: bool = False
+    state: bool = False
+    together: bool = False
+
+    @property
+    def exact(self) -> Wanted:
+        """The same in the call's precision."""
+        return self if self.precision == EXACT else evolve(self, precision=EXACT)
+
+    @cache  # noqa: B019 - of few values, and each is kept for good
+    def of(self, skips: bool, carry: bool, state: bool, together: bool) -> Wanted:
+        """The same precision, asked for a launch."""
+        return evolve(self, skips=skips, carry=carry, state=state, together=together)
+
+
+@frozen(kw_only=True)
+class Features:
+    """What a kernel does. A call that needs more is refused for it, before the kernel's own objections are asked.
+
+    dtypes: of q. dims: head dimensions, those of q and k beside those of the values. widths: keys of a column of the
+    mask; None for any, empty where masks must be of tiles alone. precisions: of `Wanted.precision`. votes: leaves out
+    steps whose logits cannot matter, and tells who voted. carry: resumes a softmax. state: leaves one unnormalised.
+    requests: several of them in one launch. pages: reads keys and values where they stand; without, it gets a copy.
+    padding, window, softcap, sinks: of the call.
+    """
+
+    dtypes: frozenset[torch.dtype] = HALVES
+    dims: frozenset[tuple[int, int]] = square(64, 128)
+    widths: frozenset[int] | None = frozenset()
+    precisions: tuple[str, ...] = (EXACT,)
+    votes: bool = False
+    carry: bool = False
+    state: bool = False
+    requests: bool = False
+    pages: bool = False
+    padding: bool = False
+    window: bool = False
+    softcap: bool = False
+    sinks: bool = False
+
+    def lacking(self, call: AttentionCall, mask: SparseMask, wanted: Wanted) -> str | None:
+        """What the call needs that the kernel does not have; None where it has all."""
+        dims = (call.q.shape[-1], call.value_dim)
+        if call.q.dtype not in self.dtypes or dims not in self.dims:
+            values = "" if dims[0] == dims[1] else f", {dims[1]} for values"
+            return f"{call.q.dtype} with head dimension {dims[0]}{values}"
+        if not (self.window or call.geometry.window is None) or not (self.softcap or call.softcap is None):
+            return "a sliding window or softcap"
+        if not (self.sinks or call.sinks is None):
+            return "sinks"
+        if not (self.padding or (call.starts is None and call.lengths is None)):
+            return "padding"
+        if self.widths is not None and mask.stripes is not None and mask.stripe_width not in self.widths:
+            return f"columns of {mask.stripe_width} keys in the mask"
+        if wanted.carry and not self.carry:
+            return "a softmax to resume"
+        if wanted.state and not self.state:
+            return "a softmax that is left unnormalised"
+        if wanted.skips and not self.votes:
+            return "tiles that may be left out"
+        if wanted.together and not self.requests:
+            return "a shared launch"
+        if call.pages is not None and not (self.pages or call.pages.copies):
+            return "pages that may not be copied"
+        return None
+
+
+@frozen(eq=False, kw_only=True)
+class Job:
+    """One launch. call: its keys and values are copied out of their pages where the kernel wants that.
+
+    arguments: everything as the portable kernel takes it, outputs and a state to resume among it: `arguments.outputs`
+    has `out` and `lse`, or the `state`, which the kernel fills, and `skipped`, where it counts pairs that it left out.
+    requests: several of one launch; call and mask are then the first's, and say what holds for all.
+    """
+
+    call: AttentionCall
+    mask: SparseMask
+    wanted: Wanted
+    arguments: Arguments
+    requests: Together | None = None
+
+
+@frozen(eq=False, kw_only=True)
+class Launched:
+    """What a launch leaves beside its outputs. Nothing of it is read from the device.
+
+    nonfinite: int8 ``[B * Hq * query blocks]``, 1 where a sum of the block is NaN or infinite; those blocks are computed
+    again, with care for keys that a row may not see. None where the kernel does not tell: its output is looked at, unless
+    it was `repaired`, so that such keys reach no row that may not see them.
+    voting: where steps were left out, query rows of a block, rows that vote together, and keys of a step.
+    errors: float32 ``[B, Hq]``, of a reduced precision (`plan.Rounding`).
+    """
+
+    nonfinite: Tensor | None = None
+    repaired: bool = False
+    voting: tuple[int, int, int] | None = None
+    errors: Tensor | None = None
+
+
+Objection = Callable[["AttentionCall", "SparseMask", Wanted], "str | None"]
+Copied = Callable[["AttentionCall", "SparseMask", Wanted], bool]
+
+
+def no_objection(call: AttentionCall, mask: SparseMask, wanted: Wanted) -> None:
+    """Of a kernel that serves whatever its features allow."""
+
+
+def never(call: AttentionCall, mask: SparseMask, wanted: Wanted) -> bool:
+    """Of a kernel that reads pages where they stand."""
+    return False
+
+
+def _check_rank(_: object, __: Attribute[Any], value: Any) -> None:
+    numbers = value.values() if isinstance(value, Mapping) else (value,)
+    if not all(isinstance(one, int) and not isinstance(one, bool) for one in numbers):
+        remedy = "an integer, or a table of integers by compute capability, such as {(9, 0): 10}"
+        raise ParameterError(f"Family.rank is {printed(value)}: pass {remedy}")
+
+
+CALLABLE = fitting("Family", callable, "a function")
+
+
+@frozen(eq=False, kw_only=True)
+class Family:
+    """The record of a kernel, or of a family that is launched by one function.
+
+    name: what `Result.kernels` calls it: lower-case words joined by hyphens. rank: its place among others, higher ones
+    are asked first; a number on every device, or one for each of NVIDIA's compute capabilities on which it runs, and on
+    no others. launch: fills the job's outputs, without waiting for the device. objection: why it does not serve a call
+    that its features allow, or None; sizes and features alone, no device is asked. copied: whether it is to get a copy
+    of keys and values whose pages may be copied; asked before `objection`, which then sees the copy.
+
+    The functions import what they need when they are called. What one raises is a failure of this variant of the kernel
+    (`choose.variant`), or where it cannot be imported of all: others serve from then on, and say why.
+    """
+
+    name: str = field(validator=fitting("Family", is_name, "lower-case words joined by hyphens, such as 'my-kernel'"))
+    rank: int | Mapping[Capability, int] = field(validator=_check_rank)
+    launch: Callable[[Job], Launched] = field(validator=CALLABLE)
+    features: Features = field(factory=Features)
+    objection: Objection = field(default=no_objection, validator=CALLABLE)
+    copied: Copied = field(default=never, validator=CALLABLE)
+
+    def place(self, capability: Capability) -> int | None:
+        """Its rank on a chip; None where it does not run."""
+        return self.rank.get(capability) if isinstance(self.rank, Mapping) else self.rank
