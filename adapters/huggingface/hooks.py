@@ -13,7 +13,7 @@ from ..session.session import Prefill
 from .attention import GRADIENT, TRAINING, WEIGHTS
 from .compiling import eagerly, refuse_one_graph
 from .drafts import drafted
-from .inspection import asks
+from .inspection import asks, cache_of
 from .state import Attachment, Forward, Progress, Requests, is_steady, owner_of, past_length
 
 EXPORT = "the model is exported or traced: what comes of that is the stock model"
@@ -105,7 +105,7 @@ def _open(attached: Attachment, requests: Requests, module: torch.nn.Module, nam
     if not attached.serves or _overruled(attached, module):
         attached.enter(Forward(attached, NOWHERE, stock=True, aside=owner_of(module) not in (None, attached)))
         return
-    cache, shape = named.get("past_key_values"), _shape(named)
+    cache, shape = cache_of(named), _shape(named)
     batch, rows = (0, 0) if shape is None else shape
     past = past_length(cache)
     draft = drafted(attached, past)
@@ -159,7 +159,7 @@ def _made(output: Any) -> Any:
     """The cache that a forward made; it is somewhere in a tuple where the configuration asks for no `return_dict`."""
     if isinstance(output, tuple):
         return next((one for one in output if isinstance(one, Cache)), None)
-    return getattr(output, "past_key_values", None)
+    return cache_of(vars(output)) if hasattr(output, "__dict__") else None
 
 
 @eagerly
@@ -167,7 +167,7 @@ def _short(attached: Attachment, requests: Requests, module: torch.nn.Module, na
     if not attached.is_decoder(module) or not attached.serves:
         return
     attached.session.count_short()
-    cache = named.get("past_key_values")
+    cache = cache_of(named)
     if cache is not None:
         requests.drop(cache)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -17,6 +17,9 @@ from sparseprefill.errors import AttachError
 
 # Such code treats every implementation that it does not know by name in another way, masks included.
 BY_NAME = re.compile(r"_attn_implementation\s*(?:(?:not\s+)?in\s*[(\[{]|[=!]=\s*[\"']sdpa)")
+
+CACHE = ("cache", "past_key_values")
+"""Names under which a forward takes its cache and gives it back, the newest of transformers first."""
 
 READING = threading.Lock()
 """Held while a class is looked up in its source: Python 3.11 parses that, and fails where two threads do so at once."""
@@ -40,6 +43,11 @@ def find_decoder(model: object) -> PreTrainedModel:
     if not inside:
         raise AttachError(f"{type(model).__name__} holds no transformers decoder (PreTrainedModel)")
     return find_decoder(inside[0])
+
+
+def cache_of(named: Mapping[str, Any]) -> Any:
+    """The cache among the arguments of a forward, or in what it gave back; None without one."""
+    return next((named[name] for name in CACHE if named.get(name) is not None), None)
 
 
 def _decoder(model: object) -> Any:

@@ -12,10 +12,11 @@ from transformers import LogitsProcessor
 
 from sparseprefill.errors import ParameterError
 
+from ..huggingface.inspection import CACHE
 from .fingerprint import fingerprint
 from .ranks import RankError, Ranks
 
-OURS = ("input_ids", "inputs", "attention_mask", "past_key_values", "position_ids", "inputs_embeds", "use_cache")
+OURS = ("input_ids", "inputs", "attention_mask", *CACHE, "position_ids", "inputs_embeds", "use_cache")
 """Arguments of `generate` that a context gives itself."""
 
 ONE = ("num_beams", "num_return_sequences")

@@ -49,7 +49,7 @@ def test_attach_hands_each_to_its_session(name: str, monkeypatch: pytest.MonkeyP
         made(self, pipeline, options, **more)
 
     monkeypatch.setattr(Session, "__init__", noted)
-    more = {"recall_every": 3} if name == "strict_recall" else {}
+    more: dict[str, Any] = {"recall_every": 3} if name == "strict_recall" else {}
     attach(build("llama"), "streaming", verify=False, **{name: GIVEN[name]}, **more, **STREAMING).detach()
     assert evolve(HostOptions(), **{name: GIVEN[name]}, **more) == seen[0]
 
