@@ -189,7 +189,7 @@ class Comparison:
     def _fidelity(self, rows: Rows, cache: Any, tail: Tensor) -> Fidelity:
         ids = torch.tensor(self.prompt.ids, dtype=torch.int64, device="cpu")
         end = len(self.prompt.ids) - tail.shape[1]
-        inside, last = slice(inside_rows(end)), slice(end - self.sizes.last, end)
+        inside, last = slice(0, inside_rows(end), self.sizes.every), slice(end - self.sizes.last, end)
         follows = self.reader.follow(cache, tail)
         _, chosen = self.reader.decode(cache, follows[-1], self.sizes.greedy, self.continuation)
         parted = (chosen.argmax(-1).cpu() != self.continuation.cpu()).nonzero()

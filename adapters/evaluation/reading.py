@@ -73,7 +73,8 @@ class Sizes:
     """How much is looked at, in tokens or rows.
 
     last: last rows of the prefill. tail: text held back from the prompt's end. greedy: tokens of dense's own
-    continuation. rows: sampled for the recall. repeats: prefills that are timed; the median counts.
+    continuation. rows: sampled for the recall. repeats: prefills that are timed; the median counts. every: of so many
+    rows inside the prompt one is compared; 1 for all.
     """
 
     last: int = field(default=32, validator=whole(1))
@@ -81,6 +82,7 @@ class Sizes:
     greedy: int = field(default=64, validator=whole(1))
     rows: int = field(default=64, validator=whole(1))
     repeats: int = field(default=1, validator=whole(1))
+    every: int = field(default=1, validator=whole(1))
 
 
 @contextmanager
