@@ -171,6 +171,7 @@ class Comparison:
         with attached():
             progress("clock", 0, 1)
             seconds, peak = reader.clock(ids, sizes, seconds)
+        beside = reader.timed(ids)[0] if sizes.beside else None
         return Outcome(
             contender,
             self.prompt.name,
@@ -184,6 +185,7 @@ class Comparison:
             answers,
             watch.mask,
             dict(report.notes),
+            beside=beside,
         )
 
     def _fidelity(self, rows: Rows, cache: Any, tail: Tensor) -> Fidelity:

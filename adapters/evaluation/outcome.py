@@ -247,7 +247,8 @@ class Outcome:
     answers right and asked inside the prompt, by family, where it has any. copies: what became of passages that are
     restated in it, None where there are none. answers: values right and asked behind the
     prompt, by family of task, where tasks were asked. mask: of the one head that was asked for, None
-    where its layer ran dense. error: what stopped the contender; the other figures are then empty.
+    where its layer ran dense. error: what stopped the contender; the other figures are then empty. beside: seconds of a
+    prefill of the stock model right behind this one's; None where it was not timed again.
     """
 
     contender: Contender
@@ -263,6 +264,7 @@ class Outcome:
     mask: SparseMask | None = field(default=None, repr=False, eq=False)
     notes: Mapping[str, int] = field(factory=dict)
     error: str = ""
+    beside: float | None = None
 
     @property
     def score(self) -> tuple[int, int]:
@@ -335,8 +337,11 @@ class Summary:
         return made
 
     def speed_up(self, stock: Summary) -> float | None:
-        """Stock's prefill time over this one's; None where this one read fewer prompts."""
-        return stock.seconds / self.seconds if self.seconds and self.prompts == stock.prompts else None
+        """Stock's prefill time, right behind this one's where it was timed there, over this one's; None where this one
+        read fewer prompts."""
+        beside = [one.beside for one in self.each if one.beside is not None]
+        dense = sum(beside) if self.each and len(beside) == len(self.each) else stock.seconds
+        return dense / self.seconds if self.seconds and self.prompts == stock.prompts else None
 
     @classmethod
     def of(cls, outcomes: Sequence[Outcome], greedy: int) -> Summary:
