@@ -39,6 +39,7 @@ PROMISING = ("rowmax", "skip-softmax", "xattention", "vertical-slash", "flexpref
 """Methods that are tried first, should the time not suffice for all: those that kept most on real models."""
 TEXTS = 4
 """Texts that are read, at most."""
+LONGER = "Longer prompts may gain: pass --tokens."
 READING = 3
 """Prefills that one reading of a text with a method costs, about: it is measured, and a continuation follows."""
 SEARCH = 0.75
@@ -247,17 +248,31 @@ class Verdict:
                 made.append(min(own, key=lambda one: (bool(one.error), -len(one.outcomes), one.shortfall)))
         return made
 
+    def _enough(self) -> list[Trial]:
+        """The trials that keep enough, whatever they cost."""
+        return [one for one in self.found.trials if not one.error and one.shortfall <= 1.0]
+
     def _chosen(self) -> list[str]:
+        """What to take, or why nothing."""
         from ..evaluation.outcome import Summary
         from .searched import setting
 
         chosen, near, tokens = self.found.chosen, self.found.nearest, self.found.tokens
         if chosen is None:
+            enough = min(self._enough(), key=lambda one: one.cost("seconds"), default=None)
+            if enough is not None:
+                dense = Summary.of(self.found.stock[: len(enough.outcomes)], 0)
+                name, one = f"{enough.candidate.name} ({setting(enough)})", Summary.of(enough.outcomes, 0)
+                return [
+                    f"Stay dense up to {tokens:,} tokens: {name} keeps enough ({_kept(one)}), but a prefill takes "
+                    f"{one.seconds / one.prompts:.2f} s, and {dense.seconds / dense.prompts:.2f} s dense.",
+                    LONGER,
+                ]
             made = [f"Stay dense: {self.found.reason}."]
             if near is not None:
                 name = f"{near.candidate.name} ({setting(near)})"
-                made.append(f"The nearest was {name}: {_kept(Summary.of(near.outcomes, 0))}. To accept as much, pass "
-                            "--copies and --kl.")  # fmt: skip
+                kept = _kept(Summary.of(near.outcomes, 0))
+                made.append(f"The nearest was {name}: {kept}. To accept as much, pass --copies and --kl.")
             return made
         name = f"{chosen.candidate.name} ({setting(chosen)})"
         kept = _kept(Summary.of(chosen.outcomes, 0))
@@ -270,7 +285,7 @@ class Verdict:
             return [
                 f"Stay dense up to {tokens:,} tokens: {name} keeps enough ({kept}), but its whole prefill is {speed} "
                 f"({times}).",
-                "Longer prompts may gain: pass --tokens.",
+                LONGER,
             ]
         said = [f"Take {name}. {kept[:1].upper()}{kept[1:]}.", f"Its whole prefill is {speed} ({times})."]
         slower = next((one for one in self.times if one.speed_up <= 1.0), None)
@@ -289,7 +304,8 @@ class Verdict:
                 f"Beware: texts of {self.found.tokens:,} tokens are too short to restate passages in, so that only KL "
                 "counted; pass longer ones."
             )
-        doubt = unsteady(self.times[0].stock) if self.times else ""
+        alone = [one.seconds for one in self.found.stock]  # texts of one length
+        doubt = unsteady(self.times[0].stock if self.times else alone)
         made += [f"Beware: {doubt}."] if doubt else []
         chosen = self.found.chosen
         if chosen is not None and len(chosen.outcomes) < self.found.prompts:

@@ -197,14 +197,14 @@ def kept(copies: Copies, kl: float = 0.01) -> tuple[Outcome, ...]:
     return (evolve(made, copies=copies),)
 
 
-def verdict(*times: SideBySide, copies: Copies, stock: Copies) -> Verdict:
+def verdict(*times: SideBySide, copies: Copies, stock: Copies, shortfall: float = 2.0) -> Verdict:
     identity = ModelIdentity(name="m", architecture="M", layers=2, heads=4, kv_heads=2, head_dim=32, digest="0")
     place = Place(torch.device("cpu"), torch.float32, 1)
     of = Run(
         target=Target(kl=0.1), by="seconds", methods=["streaming"], identity=identity, output=Path("p.json"),
         place=place, how={},
     )  # fmt: skip
-    trial = Trial(Candidate(STREAMING, {}), kept(copies), 0.5 if times else 2.0)
+    trial = Trial(Candidate(STREAMING, {}), kept(copies), 0.5 if times else shortfall)
     dense = Outcome(Contender("stock"), "p", 4096, seconds=2.0, copies=stock)
     chosen, reason = (trial, "") if times else (None, "KL of at most 0.001: no setting reaches it")
     return Verdict(of, Search(4096, 1, "seconds", (dense,), (trial,), chosen, reason, 0), times, 12.0)
@@ -234,6 +234,13 @@ def test_where_nothing_keeps_enough_the_nearest_is_named(capsys: pytest.CaptureF
     assert one.said[1].startswith("The nearest was streaming (defaults): it copies 90 of the 95 tokens")
     one.show("m")
     assert "attach(" not in capsys.readouterr().out
+
+
+def test_what_keeps_enough_and_is_slower_is_named() -> None:
+    one = verdict(copies=GOOD, stock=DENSE, shortfall=0.5)
+    assert one.said[0].startswith("Stay dense up to 4,096 tokens: streaming (defaults) keeps enough (it copies 90 of")
+    assert one.said[0].endswith("but a prefill takes 1.00 s, and 2.00 s dense.")
+    assert one.said[1] == "Longer prompts may gain: pass --tokens."
 
 
 def test_a_model_that_cannot_copy_is_named() -> None:
