@@ -204,6 +204,9 @@ class LowRank(nn.Module):
 class Quantised(nn.Module):
     """A linear layer of int8 weights with a scale a row, as quantisers (AWQ, GPTQ, bitsandbytes) put in its place."""
 
+    scale: torch.Tensor
+    weight: torch.Tensor
+
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
         scale = base.weight.detach().abs().amax(-1, keepdim=True) / 127
