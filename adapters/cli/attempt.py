@@ -293,8 +293,7 @@ class Verdict:
         return [*said, f"Stay dense below {self.below:,} tokens ({why}); the profile does."]
 
     def _doubts(self) -> list[str]:
-        from ..evaluation.clock import unsteady
-        from ..evaluation.outcome import Summary
+        from ..evaluation.outcome import Summary, unsteady
         from .results import cannot
 
         stock = Summary.of(self.found.stock, 0)
@@ -368,7 +367,12 @@ def _length(model: Any, source: Source, longest: int, methods: int, seconds: flo
         return fits
     reader = Reader(model)
     ids = torch.randint(
-        0, source.config.get_text_config().vocab_size, (1, fits), generator=torch.Generator().manual_seed(0)
+        0,
+        source.config.get_text_config().vocab_size,
+        (1, fits),
+        generator=torch.Generator("cpu").manual_seed(0),
+        dtype=torch.int64,
+        device="cpu",
     )
     with torch.inference_mode():
         if not reader.on_cpu:

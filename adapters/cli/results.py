@@ -11,8 +11,7 @@ from attrs import NOTHING, asdict, evolve, fields_dict
 from sparseprefill import __version__
 from sparseprefill.registry import default_registry
 
-from ..evaluation.clock import unsteady
-from ..evaluation.outcome import Contender, Outcome, Summary, summaries
+from ..evaluation.outcome import Contender, Outcome, Summary, summaries, unsteady
 from ..evaluation.reading import APART, Sizes, inside_rows
 from . import render
 from .catalog import worded

@@ -18,9 +18,6 @@ from ..huggingface import attach
 from .outcome import Contender
 from .reading import Reader
 
-STEADY = 1.5
-"""The stock model's longest time over its shortest, up to which times mean something."""
-
 
 @frozen
 class SideBySide:
@@ -72,14 +69,3 @@ def side_by_side(
         for times, found in zip((stock, own), round_(), strict=True):
             times.append(found)
     return SideBySide(len(ids), tuple(stock), tuple(own))
-
-
-def unsteady(seconds: Sequence[float]) -> str:
-    """What is to be said of the stock model's times, of prefills that are alike, where they lie too far apart; empty
-    elsewhere."""
-    if len(seconds) < 2 or max(seconds) <= STEADY * min(seconds):
-        return ""
-    return (
-        f"times mean little here: the stock model alone took {min(seconds):.2f} to {max(seconds):.2f} s for the same "
-        "prefill, so other work ran beside it; run this again when the machine is quiet"
-    )

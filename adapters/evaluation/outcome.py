@@ -20,6 +20,8 @@ from ..session.defaults import TAIL
 
 AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 26}
 """Logits that are widened to float32 at once: as many as a CPU's cache holds, or a small part of a GPU's memory."""
+STEADY = 1.5
+"""The stock model's longest time over its shortest, up to which times mean something."""
 
 
 class Logits(Protocol):
@@ -382,6 +384,17 @@ def summaries(found: Iterable[Outcome], greedy: int) -> list[Summary]:
     for outcome in found:
         by_contender.setdefault(outcome.contender.label, []).append(outcome)
     return [Summary.of(group, greedy) for group in by_contender.values()]
+
+
+def unsteady(seconds: Sequence[float]) -> str:
+    """What is to be said of the stock model's times, of prefills that are alike, where they lie too far apart; empty
+    elsewhere."""
+    if len(seconds) < 2 or max(seconds) <= STEADY * min(seconds):
+        return ""
+    return (
+        f"times mean little here: the stock model alone took {min(seconds):.2f} to {max(seconds):.2f} s for the same "
+        "prefill, so other work ran beside it; run this again when the machine is quiet"
+    )
 
 
 def _total(scores: Collection[tuple[int, int]]) -> tuple[int, int]:

@@ -20,8 +20,16 @@ from sparseprefill.adapters.cli.searched import Run
 from sparseprefill.adapters.cli.setup import Place
 from sparseprefill.adapters.demo.text import text_lines
 from sparseprefill.adapters.evaluation import clock
-from sparseprefill.adapters.evaluation.clock import SideBySide, side_by_side, unsteady
-from sparseprefill.adapters.evaluation.outcome import Contender, Copies, Divergence, Fidelity, Layer, Outcome
+from sparseprefill.adapters.evaluation.clock import SideBySide, side_by_side
+from sparseprefill.adapters.evaluation.outcome import (
+    Contender,
+    Copies,
+    Divergence,
+    Fidelity,
+    Layer,
+    Outcome,
+    unsteady,
+)
 from sparseprefill.adapters.evaluation.reading import Reader
 from sparseprefill.adapters.huggingface import attach
 from transformers import AutoModelForCausalLM
