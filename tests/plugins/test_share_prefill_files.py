@@ -72,8 +72,8 @@ def test_a_profile_nested_as_deep_as_json_allows(tmp_path: Path) -> None:
 def test_the_example_rescues_at_bflas_own_values_under_its_own_name() -> None:
     path = Path(__file__).parents[2] / "docs" / "examples" / "share-prefill" / "rescued.toml"
     made = sp.from_config(path)
-    own = sp.build("bfla")
+    own: list[Any] = [*sp.build("bfla").refiners]
     tile = sp.default_registry().get("bfla").config().tile
     assert isinstance(made, sp.Pipeline)
-    assert tuple(evolve(one, tile=tile) for one in own.refiners) == made.refiners
+    assert tuple(evolve(one, tile=tile) for one in own) == made.refiners
     assert made.name == "share-prefill, rescued as in bfla"
