@@ -71,12 +71,15 @@ class ModelReadings:
         return self._read[prompt]
 
 
-def ranges(found: Iterable[Search]) -> tuple[LengthRange, ...]:
-    """Ranges of a profile: the choice of each length serves up to half the way to the next."""
+def ranges(found: Iterable[Search], dense_below: int = 0) -> tuple[LengthRange, ...]:
+    """Ranges of a profile: the choice of each length serves up to half the way to the next.
+
+    dense_below: tokens below which calls run dense whatever was found; 0 for none.
+    """
     ordered = sorted(found, key=lambda one: one.tokens)
-    return tuple(
+    made = tuple(
         LengthRange(
-            least=0 if i == 0 else (ordered[i - 1].tokens + one.tokens) // 2,
+            least=dense_below if i == 0 else (ordered[i - 1].tokens + one.tokens) // 2,
             tokens=one.tokens,
             method=None if one.chosen is None else one.chosen.candidate.name,
             parameters=None if one.chosen is None else dict(one.chosen.candidate.parameters),
@@ -85,6 +88,8 @@ def ranges(found: Iterable[Search]) -> tuple[LengthRange, ...]:
         )
         for i, one in enumerate(ordered)
     )
+    short = LengthRange(least=0, tokens=max(1, dense_below), method=None, parameters=None)
+    return (short, *made) if dense_below else made
 
 
 def _measured(search: Search) -> dict[str, Any]:

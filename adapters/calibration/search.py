@@ -224,6 +224,8 @@ class Searcher:
         began, left = self.now(), [Trial(one) for one in candidates]
         for index, prompts in enumerate(self.rungs):
             ends = self._ends(began, index)
+            if index and not self._in_time():
+                return
             self._read_stock(prompts)
             read: list[Trial] = []
             for one in left:

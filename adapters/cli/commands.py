@@ -13,15 +13,15 @@ import typer
 
 from sparseprefill import __version__
 
-from . import calibrate, catalog, compare, demo, evaluate, fit, new, servers
+from . import attempt, calibrate, catalog, compare, demo, evaluate, fit, new, servers
 from .tables import WithTables, short
 
 COMMANDS = (
-    *(demo.demo, compare.compare, fit.fit, evaluate.evaluate, calibrate.calibrate),
+    *(attempt.try_, demo.demo, compare.compare, fit.fit, evaluate.evaluate, calibrate.calibrate),
     *(catalog.methods, catalog.show, catalog.plugins, new.new),
     *(servers.vllm_check, servers.vllm_report, servers.sglang_report),
 )
-"""In the order of the help text; a command is called as its function is."""
+"""In the order of the help text; a command is called as its function is, `try` as `try_`."""
 
 app = typer.Typer(
     name="sparseprefill",
@@ -33,7 +33,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 for function in COMMANDS:
-    app.command(function.__name__.replace("_", "-"), short_help=short(function.__doc__ or ""))(function)
+    app.command(function.__name__.strip("_").replace("_", "-"), short_help=short(function.__doc__ or ""))(function)
 
 
 def _version(wanted: bool) -> None:

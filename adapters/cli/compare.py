@@ -101,6 +101,7 @@ def compare(
                 found.append(outcome)
     stop.check(len(found))
     title = f"{model or 'the embedded model'}: {_described(chosen)}, {place}"
+    title += "" if tail == TAIL else f", tail {tail}"
     facts: dict[str, Any] = {
         "model": model or "embedded",
         "prompts": [{"name": prompt.name, "tokens": len(prompt.ids)} for prompt in chosen],

@@ -95,7 +95,7 @@ def demo(
             raise CommandError(f"--tokens {tokens} --questions {questions}: {error}") from error
         prompt, behind = prompt_of(exam, source.tokenizer)
         prompt = prompt if model is None else with_copies(prompt, tokens, seed)
-        sizes = Sizes(tail=behind, greedy=GREEDY)
+        sizes = Sizes(tail=behind, greedy=GREEDY, beside=True)
         loaded = source.load()
         ask = asker(loaded, source.tokenizer, exam)
         with Stop() as stop:
@@ -111,6 +111,7 @@ def demo(
         "picture": {"path": str(picture), "layer": layer, "head": head},
     }
     title = f"{model or 'the embedded model'}: {tokens:,} tokens, {exam.questions} questions, seed {seed}, {place}"
+    title += "" if tail == TAIL else f", tail {tail}"
     shown_files = {f"picture of layer {layer}, head {head}": picture}
     results.report(found, sizes, place, title, facts, shown_files, json=json)
     render.broken(registry)

@@ -61,25 +61,31 @@ class Cost(StrEnum):
         return "density" if self == Cost.DENSITY else "seconds"
 
 
-def check_model(context: typer.Context, path: str | None) -> str | None:
-    """CommandError, before anything is imported, where --model is no folder with a model and cannot be a name."""
+def check_model(context: typer.Context, parameter: typer.CallbackParam, path: str | None) -> str | None:
+    """CommandError, before anything is imported, where it is no folder with a model and cannot be a name."""
     if path is None or context.resilient_parsing:  # as completion parses
         return path
-    folder = Path(path)
+    folder, named = Path(path), _named(parameter)
     if path and folder.is_dir():
         if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
-            raise CommandError(f"--model {path}: the folder holds no config.json; pass one that save_pretrained wrote")
+            raise CommandError(f"{named} {path}: the folder holds no config.json; pass one that save_pretrained wrote")
     elif path and folder.exists():
-        raise CommandError(f"--model {path}: that is a file; {MODELS}")
+        raise CommandError(f"{named} {path}: that is a file; {MODELS}")
     elif not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", path):
-        raise CommandError(f"--model {path or repr(path)}: there is no such folder; {MODELS}")
+        raise CommandError(f"{named} {path or repr(path)}: there is no such folder; {MODELS}")
     return path
+
+
+def _named(parameter: typer.CallbackParam) -> str:
+    """What a user calls an option or an argument."""
+    name = max(parameter.opts, key=len)
+    return name if name.startswith("-") else name.upper()
 
 
 def finite(parameter: typer.CallbackParam, value: float | None) -> float | None:
     """CommandError for infinity, which no time and no bound is."""
     if value is not None and math.isinf(value):
-        raise CommandError(f"{max(parameter.opts, key=len)} {value}: pass a finite number")
+        raise CommandError(f"{_named(parameter)} {value}: pass a finite number")
     return value
 
 
@@ -102,6 +108,9 @@ Model = Annotated[
         callback=check_model,
         help="Folder or name of a transformers model; by default the embedded one.",
     ),
+]
+OneModel = Annotated[
+    str, typer.Argument(metavar="MODEL", callback=check_model, help="Folder or name of a transformers model.")
 ]
 Prompts = Annotated[
     Path | None,

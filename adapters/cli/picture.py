@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
+from textwrap import fill, wrap
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ COLUMNS = (4, 5, 3)
 # One hue from white to near black, so that it reads in grey and with any colour vision.
 SHADES = LinearSegmentedColormap.from_list("shades", ["#ffffff", "#a6c8e4", "#3f7fb8", "#10365f"])
 FUTURE, INK = "#ececec", "#333333"
+LETTERS = 26
+"""Of a line of a panel's title; longer ones go on in the next."""
 TICKS = (0.0, 0.01, 0.1, 0.3, 1.0)
 
 
@@ -63,7 +66,7 @@ def _of_outcome(outcome: Outcome, layer: int, head: int) -> Panel:
         note = f"of the mask, {skipped:.0%} of the layer's pairs\nare skipped while it runs"
     figures = f"density {density:.1%}, recall {1.0 if own is None else own.recalls[head]:.1%}"
     if own is not None and own.row_lowest:
-        figures += f", lowest row {own.row_lowest[head]:.0%}"
+        figures += f"\nlowest row {own.row_lowest[head]:.0%}"
     return Panel(outcome.contender.label, figures, outcome.tokens, outcome.mask, note)
 
 
@@ -77,7 +80,8 @@ def sheet(shown: Sequence[Panel], title: Sequence[str] = ()) -> Figure:
     """Panels side by side, at least one, below a title in one or two lines."""
     columns = min(len(shown), min(COLUMNS, key=lambda n: -len(shown) % n) if len(shown) >= min(COLUMNS) else len(shown))
     rows = -(-len(shown) // columns)
-    figure = Figure(figsize=(2.75 * columns, 3.05 * rows + 0.9), dpi=160, layout="constrained")
+    lines = max(len(wrap(one.title, LETTERS)) + one.figures.count("\n") for one in shown)
+    figure = Figure(figsize=(2.75 * columns, (2.9 + 0.17 * lines) * rows + 1.1), dpi=160, layout="constrained")
     grid = figure.add_gridspec(rows, 2 * columns)
     axes, images = [], []
     for index, panel in enumerate(shown):
@@ -108,8 +112,12 @@ def _draw(axis: Any, panel: Panel) -> Any:
     scale = PowerNorm(0.5, 0.0, 1.0)
     image = axis.imshow(shares, cmap=SHADES, norm=scale, extent=(0, tokens, tokens, 0), interpolation="nearest")
     axis.set_facecolor(FUTURE)
-    axis.text(0.5, 1.105, panel.title, transform=axis.transAxes, ha="center", color=INK, weight="bold")
-    axis.set_title(panel.figures, fontsize=8.5, color=INK)
+    axis.set_title(panel.figures, fontsize=8, color=INK, linespacing=1.15)
+    above = 4 + 11 * (panel.figures.count("\n") + 1)  # points: of the figures below
+    axis.annotate(
+        fill(panel.title, LETTERS), (0.5, 1.0), xytext=(0, above), xycoords="axes fraction",
+        textcoords="offset points", ha="center", va="bottom", color=INK, weight="bold", fontsize=9.5,
+    )  # fmt: skip
     step = 1 << max(0, (tokens - 1).bit_length() - 2)
     ticks = range(0, tokens + 1, step)
     labels = [f"{tick // 1024}K" if tick % 1024 == 0 and tick else str(tick) for tick in ticks]

@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attrs import asdict, evolve
+from attrs import NOTHING, asdict, evolve, fields_dict
 
 from sparseprefill import __version__
+from sparseprefill.registry import default_registry
 
-from ..evaluation.outcome import Contender, Outcome, Summary, summaries
+from ..evaluation.outcome import Contender, Outcome, Summary, summaries, unsteady
 from ..evaluation.reading import APART, Sizes, inside_rows
 from . import render
 from .catalog import worded
@@ -27,7 +28,7 @@ NOTES = (
     "attention's own continuation. recall: share of the attention mass kept, mean over layers, heads and {sampled} "
     "rows; rows: 1st percentile of these rows; lowest: lowest mean of a head, over these or the last rows. density: "
     "pairs computed / causal pairs. prefill: time of one forward pass, without the measuring; speed-up: the stock "
-    "model's time in this run / this time."
+    "model's time {when} / this time."
 )
 DROP = ("extra", "prefill", "same", "end KL", "rows", "lowest", "NLL", "recall", "99 %", "density", "KL")
 """Columns that a narrow terminal leaves out, in this order."""
@@ -129,10 +130,11 @@ def table_of(rows: Sequence[Summary], sizes: Sizes, title: str = "") -> Table:
 
     rows: the first is the stock model.
     """
+    doubt = _doubt(rows)
 
     def times(one: Summary) -> str:
         found = one.speed_up(rows[0])
-        return "" if found is None else f"{found:.2f}"
+        return "" if found is None else "?" if doubt else f"{found:.2f}"
 
     columns: list[Column[Summary]] = [
         Column("method", lambda one: one.contender.label),
@@ -145,16 +147,34 @@ def table_of(rows: Sequence[Summary], sizes: Sizes, title: str = "") -> Table:
     parts = [COPIED] if stock.copies.asked else []
     parts += [f"{ANSWERS} "] if stock.answers[1] else []
     parts += [ROUNDING] if any(one.contender.name == DENSE for one in rows[1:]) else []
-    notes = "".join([*parts, NOTES]).format(**{**asdict(sizes), "apart": APART, **_looked_at(rows, sizes)})
-    remarks = [*_failures(rows), *cannot(rows)]
+    when = "right behind it" if sizes.beside else "in this run"
+    notes = "".join([*parts, NOTES]).format(
+        **{**asdict(sizes), "apart": APART, "when": when, **_looked_at(rows, sizes)}
+    )
+    remarks = [*([doubt] if doubt else []), *_failures(rows), *cannot(rows)]
     read = [one for one in rows if one.prompts]
     return Table.of(columns, read, title=title, drop=DROP, remarks=remarks, notes=notes)
 
 
+def _doubt(rows: Sequence[Summary]) -> str:
+    """Why the times mean little, by the stock model's own on each prompt; empty where they do not, or where it was
+    timed once."""
+    for stock in rows[0].each:
+        again = [one.beside for row in rows for one in row.each if one.prompt == stock.prompt]
+        said = unsteady([stock.seconds, *(one for one in again if one is not None)])
+        if said:
+            return said
+    return ""
+
+
 def _changed(contender: Contender) -> str:
     """The parameters that are not the method's defaults; of a file its name alone."""
+    methods = default_registry().methods()
+    usual = methods[contender.name].config if contender.name in methods else None
+    defaults = {} if usual is None else {str(one.alias): one.default for one in fields_dict(usual).values()}
     files = {name: Path(value).name for name, value in contender.parameters.items() if isinstance(value, str)}
-    return worded({**contender.parameters, **files}, "")
+    given = {name: value for name, value in contender.parameters.items() if defaults.get(name, NOTHING) != value}
+    return worded({**given, **{name: value for name, value in files.items() if name in given}}, "")
 
 
 def _looked_at(rows: Sequence[Summary], sizes: Sizes) -> dict[str, str]:
@@ -244,6 +264,7 @@ def _facts(outcome: Outcome) -> dict[str, Any]:
         "tokens": outcome.tokens,
         "fidelity": found and {**{name: getattr(found, name).figures for name in parts}, "parted": found.parted},
         "seconds": outcome.seconds,
+        "beside_seconds": outcome.beside,
         "extra_bytes": outcome.extra_bytes,
         "density": outcome.density,
         "copies": outcome.copies and outcome.copies.figures,

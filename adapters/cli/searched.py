@@ -113,6 +113,7 @@ class Run:
     """A search for a profile, one length of prompts after the other; the file is whole after each of them.
 
     target, by: see `Searcher`. methods: that are searched. identity: of the model. how: what is told in the file.
+    dense_below: tokens below which calls run dense whatever was found.
     """
 
     target: Target
@@ -122,6 +123,7 @@ class Run:
     output: Path
     place: Place
     how: dict[str, Any]
+    dense_below: int = 0
     searches: list[Search] = field(factory=list, init=False)
 
     def over(
@@ -159,7 +161,7 @@ class Run:
         made = Profile(
             methods=tuple(self.methods),
             model=self.identity,
-            ranges=ranges(self.searches),
+            ranges=ranges(self.searches, self.dense_below),
             break_even=table,
             versions=versions(self.methods, default_registry()),
             tuned=self.how,
@@ -188,14 +190,14 @@ class Run:
             facts = {"profile": str(self.output), **self.how, "model": self.identity.name, "searches": searched}
             render.write_json(facts)
         else:
-            _show([(one, one.chosen) for one in self.searches], title, tokens=True)
+            show([(one, one.chosen) for one in self.searches], title, tokens=True)
             for text in (*map(_lost, self.searches), *(text for one in self.searches for text in _missed(one))):
                 render.line(text)
             if self.place.device.type == "cpu":
                 render.line(ON_CPU, style="dim")
             for one in self.searches:
                 if one.frontier:
-                    _show([(one, trial) for trial in one.frontier], f"{one.tokens:,} tokens. {FRONTIER}")
+                    show([(one, trial) for trial in one.frontier], f"{one.tokens:,} tokens. {FRONTIER}")
             for name, reason in self.how.get("left_out", {}).items():
                 render.line(f"{name} is left out: {reason}")
             for name, reason in self.how.get("not_timed", {}).items():
@@ -220,7 +222,7 @@ def as_json(search: Search) -> dict[str, Any]:
     }
 
 
-def _show(rows: Sequence[Shown], title: str, *, tokens: bool = False) -> None:
+def show(rows: Sequence[Shown], title: str, *, tokens: bool = False) -> None:
     """Print a table of trials. tokens: of which length they are."""
     summaries = {id(row): Summary.of(row[0].stock if row[1] is None else row[1].outcomes, 0) for row in rows}
 
@@ -234,7 +236,7 @@ def _show(rows: Sequence[Shown], title: str, *, tokens: bool = False) -> None:
     columns: list[Column[Shown]] = [
         Column("method", lambda row: "dense" if row[1] is None else row[1].candidate.name),
         *([Column[Shown]("tokens", lambda row: f"{row[0].tokens:,}")] if tokens else []),
-        Column("setting", lambda row: "" if row[1] is None else row[1].error or _setting(row[1]), words=True),
+        Column("setting", lambda row: "" if row[1] is None else row[1].error or setting(row[1]), words=True),
         *measured(summary, without=("end KL", "lowest")),
         Column("speed-up", speed_up),
         Column("prompts", lambda row: str(summary(row).prompts)),
@@ -262,7 +264,7 @@ def _missed(search: Search) -> list[str]:
     if search.chosen is None:
         miss = f"{where} {search.reason}; calls of this length run dense"
         if near is not None:
-            miss += f"; the nearest was {near.candidate.name} ({_setting(near)})"
+            miss += f"; the nearest was {near.candidate.name} ({setting(near)})"
             miss += f", at {near.shortfall:.1f} times what the target allows"
         made.append(miss)
     elif len(search.chosen.outcomes) < search.prompts:
@@ -272,7 +274,8 @@ def _missed(search: Search) -> list[str]:
     return made
 
 
-def _setting(trial: Trial) -> str:
+def setting(trial: Trial) -> str:
+    """Parameters and dense layers of a trial, in words."""
     one = trial.candidate
     layers = f"dense layers {', '.join(map(str, one.dense_layers))}" if one.dense_layers else ""
     return ", ".join(part for part in (worded(one.parameters, "" if layers else DEFAULTS), layers) if part)

@@ -106,6 +106,7 @@ class Source:
     """Where a model comes from: what can be told of it, and checked, before it is loaded.
 
     path: folder or name of a transformers model, None for the embedded one. device_map: how to spread it over devices.
+    option: that gave the path, for messages.
     """
 
     path: str | None
@@ -113,22 +114,24 @@ class Source:
     config: Any
     tokenizer: Any
     device_map: str | None = None
+    option: str = "--model"
 
     @classmethod
-    def of(cls, path: str | None, place: Place, device_map: str | None = None) -> Source:
+    def of(cls, path: str | None, place: Place, device_map: str | None = None, option: str = "--model") -> Source:
         """Reads a model's configuration and its tokenizer. CommandError where there is none."""
-        with _read(path):
+        with _read(path, option):
             if path is None:
                 from ..demo import model
 
                 return cls(None, place, model.load_config(), model.load_tokenizer(), device_map)
             from transformers import AutoConfig, AutoTokenizer
 
-            return cls(path, place, AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path), device_map)
+            config, tokenizer = AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+            return cls(path, place, config, tokenizer, device_map, option)
 
     def load(self) -> Any:
         """The model, ready to read."""
-        with _read(self.path):
+        with _read(self.path, self.option):
             if self.path is None:
                 from ..demo import model
 
@@ -184,12 +187,12 @@ def identity_of(model: Any, path: str | None) -> ModelIdentity:
 
 
 @contextmanager
-def _read(path: str | None) -> Iterator[None]:
-    """Errors of transformers while a model is read as those of --model, or of the embedded one, whose path is None."""
+def _read(path: str | None, option: str) -> Iterator[None]:
+    """Errors of transformers while a model is read as those of an option, or of the embedded one (path None)."""
     try:
         from transformers.utils import logging
     except ImportError as error:
-        what = "the embedded model" if path is None else "--model"
+        what = "the embedded model" if path is None else option
         raise CommandError(f"{what} needs transformers: {extra('hf')}") from error
     logging.disable_progress_bar()
     try:
@@ -200,5 +203,5 @@ def _read(path: str | None) -> Iterator[None]:
             remedy = "install the package with its checkpoint, or train one"
             raise CommandError(f"the embedded model: {reason}; {remedy}") from error
         if Path(path).is_dir():
-            raise CommandError(f"--model {path}: {reason}") from error
-        raise CommandError(f"--model {path}: there is no such folder, and by that name: {reason}; {MODELS}") from error
+            raise CommandError(f"{option} {path}: {reason}") from error
+        raise CommandError(f"{option} {path}: there is no such folder, and by that name: {reason}; {MODELS}") from error

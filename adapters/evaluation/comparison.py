@@ -171,6 +171,7 @@ class Comparison:
         with attached():
             progress("clock", 0, 1)
             seconds, peak = reader.clock(ids, sizes, seconds)
+        beside = reader.timed(ids)[0] if sizes.beside else None
         return Outcome(
             contender,
             self.prompt.name,
@@ -184,12 +185,13 @@ class Comparison:
             answers,
             watch.mask,
             dict(report.notes),
+            beside=beside,
         )
 
     def _fidelity(self, rows: Rows, cache: Any, tail: Tensor) -> Fidelity:
         ids = torch.tensor(self.prompt.ids, dtype=torch.int64, device="cpu")
         end = len(self.prompt.ids) - tail.shape[1]
-        inside, last = slice(inside_rows(end)), slice(end - self.sizes.last, end)
+        inside, last = slice(0, inside_rows(end), self.sizes.every), slice(end - self.sizes.last, end)
         follows = self.reader.follow(cache, tail)
         _, chosen = self.reader.decode(cache, follows[-1], self.sizes.greedy, self.continuation)
         parted = (chosen.argmax(-1).cpu() != self.continuation.cpu()).nonzero()

@@ -20,6 +20,8 @@ from ..session.defaults import TAIL
 
 AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 26}
 """Logits that are widened to float32 at once: as many as a CPU's cache holds, or a small part of a GPU's memory."""
+STEADY = 1.5
+"""The stock model's longest time over its shortest, up to which times mean something."""
 
 
 class Logits(Protocol):
@@ -247,7 +249,8 @@ class Outcome:
     answers right and asked inside the prompt, by family, where it has any. copies: what became of passages that are
     restated in it, None where there are none. answers: values right and asked behind the
     prompt, by family of task, where tasks were asked. mask: of the one head that was asked for, None
-    where its layer ran dense. error: what stopped the contender; the other figures are then empty.
+    where its layer ran dense. error: what stopped the contender; the other figures are then empty. beside: seconds of a
+    prefill of the stock model right behind this one's; None where it was not timed again.
     """
 
     contender: Contender
@@ -263,6 +266,7 @@ class Outcome:
     mask: SparseMask | None = field(default=None, repr=False, eq=False)
     notes: Mapping[str, int] = field(factory=dict)
     error: str = ""
+    beside: float | None = None
 
     @property
     def score(self) -> tuple[int, int]:
@@ -335,8 +339,11 @@ class Summary:
         return made
 
     def speed_up(self, stock: Summary) -> float | None:
-        """Stock's prefill time over this one's; None where this one read fewer prompts."""
-        return stock.seconds / self.seconds if self.seconds and self.prompts == stock.prompts else None
+        """Stock's prefill time, right behind this one's where it was timed there, over this one's; None where this one
+        read fewer prompts."""
+        beside = [one.beside for one in self.each if one.beside is not None]
+        dense = sum(beside) if self.each and len(beside) == len(self.each) else stock.seconds
+        return dense / self.seconds if self.seconds and self.prompts == stock.prompts else None
 
     @classmethod
     def of(cls, outcomes: Sequence[Outcome], greedy: int) -> Summary:
@@ -377,6 +384,17 @@ def summaries(found: Iterable[Outcome], greedy: int) -> list[Summary]:
     for outcome in found:
         by_contender.setdefault(outcome.contender.label, []).append(outcome)
     return [Summary.of(group, greedy) for group in by_contender.values()]
+
+
+def unsteady(seconds: Sequence[float]) -> str:
+    """What is to be said of the stock model's times, of prefills that are alike, where they lie too far apart; empty
+    elsewhere."""
+    if len(seconds) < 2 or max(seconds) <= STEADY * min(seconds):
+        return ""
+    return (
+        f"times mean little here: the stock model alone took {min(seconds):.2f} to {max(seconds):.2f} s for the same "
+        "prefill, so other work ran beside it; run this again when the machine is quiet"
+    )
 
 
 def _total(scores: Collection[tuple[int, int]]) -> tuple[int, int]:

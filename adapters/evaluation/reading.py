@@ -14,7 +14,7 @@ from attrs import field, frozen
 from torch import Tensor
 
 from sparseprefill.errors import AttachError
-from sparseprefill.validate import whole
+from sparseprefill.validate import flag, whole
 
 from ..huggingface.inspection import find_decoder
 from .outcome import Copies, surprises
@@ -73,7 +73,9 @@ class Sizes:
     """How much is looked at, in tokens or rows.
 
     last: last rows of the prefill. tail: text held back from the prompt's end. greedy: tokens of dense's own
-    continuation. rows: sampled for the recall. repeats: prefills that are timed; the median counts.
+    continuation. rows: sampled for the recall. repeats: prefills that are timed; the median counts. every: of so many
+    rows inside the prompt one is compared; 1 for all. beside: whether the stock model is timed again behind each
+    contender, so that other work on the machine slows both alike.
     """
 
     last: int = field(default=32, validator=whole(1))
@@ -81,6 +83,8 @@ class Sizes:
     greedy: int = field(default=64, validator=whole(1))
     rows: int = field(default=64, validator=whole(1))
     repeats: int = field(default=1, validator=whole(1))
+    every: int = field(default=1, validator=whole(1))
+    beside: bool = field(default=False, validator=flag())
 
 
 @contextmanager

@@ -73,7 +73,7 @@ class Handle(Attachment):
         return decoding(self)
 
     def report(self) -> Report:
-        """What every layer did, and why (measures densities that wait: host sync). Works after detaching, too."""
+        """Report what every layer did, and why (measures densities that wait: host sync); detached, too."""
         return self.session.report(self._host, self.original.name)
 
     def __enter__(self) -> Self:

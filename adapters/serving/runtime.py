@@ -219,8 +219,10 @@ class Runtime:
             log.debug("no report: %s", reason(error))
 
     def report(self, profile: str | None = None) -> Report:
-        """What every layer did, and why (measures densities that wait: host sync). profile: for requests that ask for
-        it; None for those that ask for nothing."""
+        """Report what every layer did, and why (measures densities that wait: host sync).
+
+        profile: for requests that ask for it; None for those that ask for nothing.
+        """
         served = self.main if profile is None else self.profiles[profile]
         report = served.session.report(self.model.name, self.model.attention)
         lost = sum(one.mode == "sparse" and one.density is None for one in report.layers)

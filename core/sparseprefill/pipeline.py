@@ -256,7 +256,7 @@ class Pipeline(Runner):
             stage.check_model(model)
 
     def unsupported(self, call: AttentionCall) -> tuple[str, ...]:
-        """Why this pipeline cannot honour the call: one reason per stage that objects; empty if it can."""
+        """List why this pipeline cannot honour the call: one reason per stage that objects; empty if it can."""
         return objections(self._all, call)
 
     def unsupported_plan(self, call: AttentionCall) -> tuple[str, ...]:
@@ -409,6 +409,6 @@ class Pipeline(Runner):
             observer.observe(call, plan, result, memory)
 
     def plan(self, call: AttentionCall, memory: Memory) -> Plan:
-        """What `run` would execute: the estimate, refined. For stages that hold a pipeline; errors as of `run`."""
+        """Make the plan that `run` would execute, for stages that hold a pipeline. Raises the errors of `run`."""
         memory.prefix.most = self.kept_bytes
         return planned_by(self._planning, call, memory)

@@ -208,7 +208,7 @@ class Plan:
         return reduce(or_, found) if found else self._base.tiles_on(tile_q, tile_k)
 
     def held(self, tile_k: int | None = None) -> Held:
-        """What all masks hold, on their common grid, or with key tiles of fewer tokens, which divide the grid's."""
+        """Unite all masks, on their common grid, or with key tiles of fewer tokens, which divide the grid's."""
         tile_q, own = self.common_grid()
         grid = (tile_q, own if tile_k is None else tile_k)
         return Held(self.geometry, grid, self.tiles_on(*grid), self.masks)

@@ -233,7 +233,7 @@ class Registry:
         return method
 
     def find(self, kind: str, name: object) -> Any:
-        """What a name of one kind stands for: a Method, or the class of a refiner or corrector.
+        """Look up a name of one kind: a Method, or the class of a refiner or corrector.
 
         Errors as of `get`; for a refiner or corrector of which nothing is known ParameterError.
         """

@@ -109,7 +109,7 @@ class Route(Runner):
         parameters: Mapping[str, Any] | None = None,
         method: str | None = None,
     ) -> Route:
-        """What a profile has for each call's number of keys, padding included.
+        """Take what a profile has for each call's number of keys, padding included.
 
         find: the method of a name. parameters: go over the profile's. method: the one that the profile must be for;
         None for whichever it has. Raises ParameterError where it is for another, or its parameters do not fit;
@@ -136,7 +136,7 @@ class Route(Runner):
         return cls(profile.name, tuple(made), profile)
 
     def choose(self, call: AttentionCall) -> Choice:
-        """What serves a call. By sizes and layer alone: nothing on the device is read.
+        """Choose what serves a call. By sizes and layer alone: nothing on the device is read.
 
         Raises UnsupportedCallError where the profile is for another model; StageError, naming the gate, where it raises
         or returns no Verdict.
@@ -151,7 +151,7 @@ class Route(Runner):
         return Choice(found, note=verdict.reason)
 
     def left_dense(self, call: AttentionCall) -> str:
-        """Why the profile leaves a call to dense attention: no setting was good enough; empty where one was."""
+        """Say why the profile leaves a call to dense attention: no setting was good enough; empty where one was."""
         if self.profile is None:
             return ""
         one = self.profile.ranges[self.profile.index(call.kv_len)]
@@ -175,7 +175,7 @@ class Route(Runner):
         return self.profile.ranges[self.profile.index(call.kv_len)].method or self.name
 
     def worth(self, call: AttentionCall) -> bool:
-        """Whether the gate lets `run` run the call sparse; StageError as of `choose`."""
+        """Ask whether the gate lets `run` run the call sparse; StageError as of `choose`."""
         return self._judge(call).worth
 
     def executing(self, call: AttentionCall) -> ExecutorStage:
@@ -248,7 +248,7 @@ class Route(Runner):
             one.check_model(model)
 
     def unsupported(self, call: AttentionCall) -> tuple[str, ...]:
-        """Why the pipeline for this call cannot serve it, or why the profile cannot; empty where both can."""
+        """Say why the pipeline for this call cannot serve it, or why the profile cannot; empty where both can."""
         if reason := self._objection(call):
             return (reason,)
         return () if self.left_dense(call) else self._of_length(call).unsupported(call)

@@ -90,13 +90,48 @@ def test_json(small: tuple[dict[str, Any], Path]) -> None:
         assert 800 < outcome["tokens"] < 1024
         assert 0 < outcome["density"] == method["density"] <= 1
         assert 0 < method["recall"]["lowest"] <= method["recall"]["p5"] <= method["recall"]["mean"] <= 1.0001
-        assert method["speed_up"] == pytest.approx(stock["seconds"] / method["seconds"])
+        beside = outcome["beside_seconds"]
+        assert (beside is None) == (method is stock), "the stock model is timed again right behind each method"
+        assert method["speed_up"] == pytest.approx((beside or stock["seconds"]) / method["seconds"])
         assert [layer["index"] for layer in outcome["layers"]] == list(range(len(outcome["layers"])))
         assert all(layer["reason"] == "" for layer in outcome["layers"])
         if method is not stock:
             for part in (method["inside"], method["end"]):
                 assert 0 <= part["kl"] <= part["worst"]
                 assert 0 <= part["agreement"] <= 1
+
+
+@pytest.mark.parametrize(("slower", "means"), [(1.2, True), (4.0, False)])
+def test_on_a_busy_machine_it_says_that_its_times_mean_little(
+    slower: float, means: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sparseprefill.adapters.evaluation.reading import Reader
+
+    monkeypatch.setattr(Reader, "clock", lambda self, ids, sizes, seconds: (1.0, None))
+    monkeypatch.setattr(Reader, "timed", lambda self, ids: (slower, None))
+    monkeypatch.setenv("COLUMNS", "200")
+    result = run(*SMALL, "--method", "streaming", "--tail", "0")
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.stdout.split())
+    assert ("took 1.00 to 4.00 s for the same prefill, so other work ran beside it" in said) != means
+    (row,) = [line for line in result.stdout.splitlines() if line.strip().startswith("streaming")]
+    assert row.split()[-1] == ("1.20" if means else "?")
+    assert ", tail 0" in said
+    assert "the stock model's time right behind it / this time" in said
+
+
+def test_a_row_shows_the_settings_that_are_not_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    given = ("--method", "streaming", "--set", "sink=64", "--set", "window=256", "--recall-floor", "0.9")
+    result = run(*SMALL, *given)
+    assert result.exit_code == 0, result.output
+    from attrs import fields
+
+    usual = {one.name: one.default for one in fields(default_registry().get("streaming").config)}
+    said = " ".join(result.stdout.split())
+    for name, value in (("sink", 64), ("window", 256), ("recall", 0.9)):
+        assert (f"{name}={value}" in said) == (usual.get(name) != value)
+    assert "window=256" in said or "sink=64" in said
 
 
 def test_the_stock_model_answers(small: tuple[dict[str, Any], Path]) -> None:

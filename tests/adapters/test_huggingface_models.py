@@ -187,6 +187,52 @@ def test_weights_that_come_layer_by_layer(kind: str, tmp_path: Path) -> None:
     assert torch.equal(wanted, logits(model))
 
 
+class LowRank(nn.Module):
+    """A linear layer with a low-rank term beside it, as PEFT's LoRA puts in its place."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, 4, bias=False)
+        self.up = nn.Linear(4, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.base(x) + self.up(self.down(x))
+        return found
+
+
+class Quantised(nn.Module):
+    """A linear layer of int8 weights with a scale a row, as quantisers (AWQ, GPTQ, bitsandbytes) put in its place."""
+
+    scale: torch.Tensor
+    weight: torch.Tensor
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        scale = base.weight.detach().abs().amax(-1, keepdim=True) / 127
+        self.register_buffer("scale", scale)
+        self.register_buffer("weight", (base.weight.detach() / scale).round().to(torch.int8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight.to(x.dtype) * self.scale.to(x.dtype))
+
+
+@pytest.mark.parametrize("kind", [LowRank, Quantised])
+@torch.no_grad()
+def test_projections_of_another_class(kind: Callable[[nn.Linear], nn.Module]) -> None:
+    model = hf_models.build("llama")
+    before = logits(model)
+    torch.manual_seed(0)
+    for layer in model.model.layers:
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            setattr(layer.self_attn, name, kind(getattr(layer.self_attn, name)))
+    wanted = logits(model)
+    assert not torch.allclose(before, wanted, atol=1e-4), "the new layers compute something else"
+    with attach(model, "dense", block=32) as handle:
+        close(logits(model), wanted)
+    assert ["sparse", "sparse"] == [layer.mode for layer in handle.report().layers]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_dtypes(dtype: torch.dtype) -> None:
     model = hf_models.build("llama").to(dtype)

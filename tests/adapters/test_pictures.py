@@ -46,6 +46,28 @@ def test_every_place_is_taken(count: int, columns: int) -> None:
     assert "share of a cell's pairs" in bar.get_xlabel()
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 13])
+def test_no_words_overlap_or_are_cut(count: int) -> None:
+    names = ["share-prefill, rescued as in bfla", "anchor-attention", "dense (stock)"]
+    shown = [
+        Panel(names[i % 3], "density 100.0%, recall 100.0%\nlowest row 100%", 512, local(64 * (i + 1)))
+        for i in range(count)
+    ]
+    figure = picture.sheet(shown, ("What each prefill computes:", "layer 12, head 31, 131,072 tokens"))
+    figure.set_dpi(100)
+    figure.draw_without_rendering()
+    *panels, _ = figure.axes
+    words = [one for axis in panels for one in (*axis.texts, axis.title)]
+    boxes = [one.get_window_extent() for one in words]
+    assert figure._suptitle is not None  # type: ignore[attr-defined]
+    boxes.append(figure._suptitle.get_window_extent())  # type: ignore[attr-defined]
+    for i, one in enumerate(boxes):
+        assert one.x0 >= 0
+        assert one.x1 <= figure.bbox.x1
+        assert one.y1 <= figure.bbox.y1
+        assert not any(one.overlaps(other) for other in boxes[i + 1 :])
+
+
 def test_a_method_that_skips_while_it_runs_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda self, path, **options: drawn.append(self))
@@ -58,7 +80,7 @@ def test_a_method_that_skips_while_it_runs_says_so(tmp_path: Path, monkeypatch: 
     )
     picture.draw([found], 0, 0, tmp_path / "masks.png")
     assert "75% of the layer's pairs\nare skipped while it runs" in drawn[0].axes[0].get_xlabel()
-    assert drawn[0].axes[0].get_title() == "density 100.0%, recall 90.0%, lowest row 3%"
+    assert drawn[0].axes[0].get_title() == "density 100.0%, recall 90.0%\nlowest row 3%"
     dense = attrs.evolve(found, layers=(Layer(0, 1.0, (1.0,), reason="why"),))
     picture.draw([dense], 0, 0, tmp_path / "masks.png")
     assert drawn[1].axes[0].get_title() == "density 100.0%, recall 100.0%"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from base64 import b64decode
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,18 @@ def test_notebook_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.Mo
     assert names["sparse"] == names["expected"] == names["dense"]
     layers = names["report"].layers
     assert all(layer.density is not None and layer.density < 0.5 for layer in layers)
+    assert len(names["moved"]) == len(names["times"]["bfla"]) == len(layers)
+    assert max(names["moved"]) > 0.0
     assert names["least"]["columns"] < names["least"]["both"] < names["least"]["with a floor"]
 
 
-def test_notebook_holds_what_its_cells_printed() -> None:
-    printed = {cell["execution_count"]: cell["outputs"] for cell in CELLS if cell.get("outputs")}
-    assert list(printed) == [1, 2, 4]
-    assert {one["output_type"] for outputs in printed.values() for one in outputs} == {"stream"}
+def test_notebook_holds_what_its_cells_printed_and_drew() -> None:
+    shown = [
+        (cell["execution_count"], [one["output_type"] for one in cell["outputs"]])
+        for cell in CELLS
+        if cell["cell_type"] == "code"
+    ]
+    words, picture = ["stream"], ["display_data"]
+    assert shown == [(1, words), (2, words), (3, picture), (4, picture), (5, words)]
+    drawn = [one for cell in CELLS for one in cell.get("outputs", []) if one["output_type"] == "display_data"]
+    assert all(b64decode(one["data"]["image/png"])[1:4] == b"PNG" for one in drawn)

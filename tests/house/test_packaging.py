@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import configparser
 import importlib.util
+import json
 import re
 import shutil
 import subprocess
@@ -165,6 +166,48 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> Non
     }
     assert "sparseprefill/adapters/demo/checkpoint/model.safetensors" in data
     assert wanted | data == {name for name in wheel.namelist() if ".dist-info/" not in name}
+
+
+ALONE = """
+import sys
+from importlib.metadata import entry_points
+sys.meta_path[:] = [one for one in sys.meta_path if "__editable__" not in getattr(one, "__module__", "")
+                    and "__editable__" not in getattr(one, "__name__", "")]
+wheel, script, *arguments = sys.argv[1:]
+sys.path[:] = [wheel, *(one for one in sys.path if not one.startswith(script.split("|")[1]))]
+sys.argv = ["sparseprefill", *arguments]
+import sparseprefill
+assert sparseprefill.__file__.startswith(wheel), sparseprefill.__file__
+if script.startswith("module"):
+    import runpy
+    runpy.run_module("sparseprefill", run_name="__main__", alter_sys=True)
+else:
+    (door,) = [one for one in entry_points(group="console_scripts", name="sparseprefill") if one.value]
+    door.load()()
+"""
+
+
+@pytest.mark.parametrize("door", ["script", "module"])
+def test_the_wheel_runs_by_both_doors_without_a_clone(wheel: zipfile.ZipFile, door: str, tmp_path: Path) -> None:
+    """Unpacked far from the clone, and with nothing of it to be imported."""
+    wheel.extractall(tmp_path / "site")
+    (tmp_path / "here").mkdir()
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        code = [sys.executable, "-P", "-c", ALONE, str(tmp_path / "site"), f"{door}|{ROOT}", *arguments]
+        return subprocess.run(code, cwd=tmp_path / "here", capture_output=True, text=True, check=False)
+
+    asked = run("--version")
+    assert (0, PROJECT["project"]["version"]) == (asked.returncode, asked.stdout.strip()), asked.stderr
+    done = run("methods", "--json")
+    assert done.returncode == 0, done.stderr
+    names = {one["name"] for one in json.loads(done.stdout)}
+    assert {"rowmax", "share-prefill", "streaming"} <= names
+    if door == "module":
+        return
+    read = run("demo", "--tokens", "512", "--questions", "1", "--method", "streaming", "--device", "cpu", "--json")
+    assert read.returncode == 0, read.stderr
+    assert json.loads(read.stdout)["model"] == "embedded", "the checkpoint came along"
 
 
 def folder_of(package: str) -> Path:

@@ -13,6 +13,7 @@ from attrs import asdict, evolve
 from sparseprefill.plugins.share_prefill import TABLE
 from sparseprefill.plugins.share_prefill.table import ClusterTable
 
+import sparseprefill as sp
 from sparseprefill.errors import ParameterError
 from sparseprefill.profiles.identity import ModelIdentity
 from sparseprefill.profiles.profile import Profile
@@ -66,3 +67,13 @@ def test_a_profile_nested_as_deep_as_json_allows(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps(head)[:-1] + f', "tuned": {deep}}}')
     with pytest.raises(ParameterError, match=r"a.json: "):
         Profile.load(tmp_path / "a.json")
+
+
+def test_the_example_rescues_at_bflas_own_values_under_its_own_name() -> None:
+    path = Path(__file__).parents[2] / "docs" / "examples" / "share-prefill" / "rescued.toml"
+    made = sp.from_config(path)
+    own: list[Any] = [*sp.build("bfla").refiners]
+    tile = sp.default_registry().get("bfla").config().tile
+    assert isinstance(made, sp.Pipeline)
+    assert tuple(evolve(one, tile=tile) for one in own) == made.refiners
+    assert made.name == "share-prefill, rescued as in bfla"

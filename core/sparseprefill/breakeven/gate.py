@@ -88,7 +88,7 @@ class Gate(Protocol):
     __slots__ = ()
 
     def judge(self, call: AttentionCall, method: str) -> Verdict:
-        """Whether the method of this name is worth it. Must not read values on the device."""
+        """Judge whether the method of this name is worth it. Must not read values on the device."""
         ...
 
 
@@ -106,7 +106,7 @@ class AutoGate:
     _said: dict[str, None] = field(factory=dict, init=False, repr=False)
 
     def judge(self, call: AttentionCall, method: str) -> Verdict:
-        """Whether a call gains from running sparse, by the table for its device: see `BreakEven.judge`."""
+        """Judge whether a call gains from running sparse, by the table for its device: see `BreakEven.judge`."""
         device = call.q.device
         if device not in self._tables:
             self._tables[device] = self._find(device)

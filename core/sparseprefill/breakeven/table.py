@@ -64,7 +64,7 @@ class BreakEven:
     _lines: dict[tuple[int, str], tuple[Line, ...]] = field(factory=dict, init=False, eq=False, repr=False)
 
     def judge(self, call: AttentionCall, method: str) -> Verdict:
-        """Whether the method of this name is worth it for a call. By sizes alone: nothing on the device is read.
+        """Judge whether the method of this name is worth it for a call. By sizes alone: nothing on the device is read.
 
         A call on another kind of device, with a sliding window, or in a type that was not measured is no business of
         the table: it runs sparse, and the reason is in the verdict.

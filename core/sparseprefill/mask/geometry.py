@@ -110,12 +110,12 @@ class Geometry:
         )
 
     def same_sizes(self, other: Geometry) -> bool:
-        """Whether the sizes, the place of the queries and the window are alike; padding is not looked at."""
+        """Compare the sizes, the place of the queries and the window; padding is not looked at."""
         mine = (self.batch, self.heads, self.q_len, self.kv_len, self.q_offset, self.window)
         return mine == (other.batch, other.heads, other.q_len, other.kv_len, other.q_offset, other.window)
 
     def fits(self, other: Geometry) -> bool:
-        """Whether a mask made for `other` may serve a call of this geometry: same sizes, and the same padding.
+        """Tell if a mask made for `other` may serve a call of this geometry: same sizes, and the same padding.
 
         Of padding on a device only the place in memory is compared, so that nothing synchronises: equal values in
         other tensors do not fit there.

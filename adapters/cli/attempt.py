@@ -1,0 +1,412 @@
+"""The command `try`: from a model to the method that suits it, and the line to paste, within some seconds."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from json import dumps
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from attrs import evolve, frozen
+
+from sparseprefill import __version__
+
+from ..session.defaults import TAIL
+from . import options, render
+from .fit import COPIES, LEAST
+from .group import CommandError, Stop, check_writable
+
+if TYPE_CHECKING:
+    from sparseprefill.method import Method
+
+    from ..calibration.search import Search, Trial
+    from ..evaluation.clock import SideBySide
+    from ..evaluation.outcome import Summary
+    from ..evaluation.prompts import Prompt, Text
+    from .progress import Bars
+    from .searched import Run
+    from .setup import Place, Source
+
+KL = 0.02
+"""Mean KL(dense || sparse) that a setting may have, in nats, unless told otherwise."""
+LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
+"""Tokens of the texts, the longest that the time suffices for, unless told otherwise."""
+PROMISING = ("rowmax", "skip-softmax", "xattention", "vertical-slash", "flexprefill")
+"""Methods that are tried first, should the time not suffice for all: those that kept most on real models."""
+TEXTS = 4
+"""Texts that are read, at most."""
+LONGER = "Longer prompts may gain: pass --tokens."
+READING = 3
+"""Prefills that one reading of a text with a method costs, about: it is measured, and a continuation follows."""
+SEARCH = 0.75
+"""Share of the time for the search; the rest is for timing what was found."""
+EVERY = {"cpu": 8, "cuda": 1}
+"""Of so many rows inside a prompt one is compared with dense attention's: on a CPU that is most of the time."""
+ROUNDS = {"cpu": 3, "cuda": 5}
+"""Times that what was found is timed beside dense attention, at each length."""
+
+
+def try_(
+    model: options.OneModel,
+    text: Annotated[
+        Path | None,
+        typer.Option(help="A text file, JSONL with `prompt` or `messages`, or a folder; by default built-in texts."),
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option(min=1.0, callback=options.finite, help="Time for all of it, the loading left out.")
+    ] = 300.0,
+    tokens: Annotated[
+        int | None,
+        typer.Option(min=LEAST, help="Tokens of a text; by default as many as there is time for, from 4,096 on."),
+    ] = None,
+    copies: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Lowest share of the tokens that dense copies from far above.")
+    ] = COPIES,
+    kl: Annotated[
+        float, typer.Option(min=0.0, callback=options.finite, help="Highest mean KL(dense || sparse), in nats.")
+    ] = KL,
+    method: options.Methods = None,
+    seed: options.Seed = 0,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Write what was found, a profile, to this file.")] = (
+        Path("model.profile.json")
+    ),
+    device: options.Device = "auto",
+    device_map: options.DeviceMap = None,
+    dtype: options.Type = options.Dtype.AUTO,
+    threads: options.Threads = 2,
+    json: options.Json = False,
+) -> None:
+    """Find what suits a model in minutes: method and setting, what it keeps, what it saves, and the line to paste.
+
+    Reads texts in which passages are restated far below, with dense attention and with every method, keeps the fastest
+    setting that still copies them, times it in turns with dense attention, and says from which length on it gains
+    anything. Where nothing does, it says so. Ctrl-C ends the search, and what was found until then counts.
+    """
+    from ..evaluation.prompts import read
+
+    texts = None if text is None else read(text)  # before the imports that take their time
+
+    from sparseprefill.registry import default_registry
+
+    from ..calibration.candidates import candidates
+    from ..calibration.fit import SIZES, ModelReadings
+    from ..calibration.search import Searcher, Target
+    from .progress import bars
+    from .searched import Run
+    from .setup import Place, Source, identity_of
+
+    check_writable("--output", output)
+    registry = default_registry()
+    named = options.chosen(registry, method)
+    methods = sorted((one for one in named if one.table is None), key=_promise)
+    left_out = {
+        one.name: f"it needs a table of this model's {one.table.of}; `sparseprefill fit` makes it"
+        for one in named
+        if one.table is not None
+    }
+    if not methods:
+        raise CommandError("; ".join(f"--method {name}: {why}" for name, why in left_out.items()))
+    target = Target(kl=kl, copies=copies or None)
+    place = Place.of(device, dtype.value, threads)
+    times: list[SideBySide] = []
+    with bars(1) as shown, place.threaded():
+        source = Source.of(model, place, device_map, "MODEL")
+        longest = _longest(texts, source, tokens, SIZES.greedy)
+        loaded = source.load()
+        began = time.monotonic()
+        until = began + seconds
+        length = longest if tokens else _length(loaded, source, longest, len(methods), SEARCH * seconds)
+        prompts = _prompts(texts, source, length, seed)
+        identity = identity_of(loaded, model)
+        how = {"seed": seed, "tail": TAIL, "seconds": seconds, "target": str(target), "left_out": left_out}
+        run = Run(
+            target=target,
+            by="seconds",
+            methods=[one.name for one in methods],
+            identity=identity,
+            output=output,
+            place=place,
+            how={**how, **place.facts},
+        )
+        shown.finished(
+            f"{len(prompts)} texts of {length:,} tokens, {len(methods)} methods; done in {seconds:.0f} s or less"
+        )
+        readings = ModelReadings(loaded, identity, prompts, evolve(SIZES, every=EVERY[_kind(place)]), TAIL)
+        searcher = Searcher(length, candidates(methods), readings, target, "seconds", until=began + SEARCH * seconds)
+        with Stop() as stop, shown.contender(f"{length:,} tokens") as progress:
+            searcher.run(partial(progress, "settings"))
+        found = searcher.result()
+        stop.check(len(found.trials))
+        timing = Stop()
+        if found.chosen is not None:
+            run.searches.append(found)
+            with timing:
+                for one in _timed(loaded, prompts[0], run, found.chosen, until, shown):
+                    times.append(one)  # Ctrl-C keeps those that are there
+    result = Verdict(run, found, tuple(times), time.monotonic() - began)
+    if result.gains:
+        run.dense_below = result.below or 0
+        run.write()
+    if json:
+        render.write_json({"version": __version__, "model": model, **how, **place.facts, **result.facts})
+    else:
+        result.show(f"{model}: {len(prompts)} texts of {length:,} tokens, {place}")
+        for name, reason in left_out.items():
+            render.line(f"{name} is left out: {reason}", style="dim")
+    render.broken(registry)
+    (timing if timing.heard else stop).end(len(found.trials), len(found.trials) + found.untried, "settings")
+
+
+@frozen(eq=False)
+class Verdict:
+    """What to do with a model. found: of the search. times: of what it chose, longest first; none where it chose none.
+
+    seconds: that all of it took.
+    """
+
+    run: Run
+    found: Search
+    times: tuple[SideBySide, ...]
+    seconds: float
+
+    @property
+    def below(self) -> int | None:
+        """Tokens from which on what was chosen was faster than dense attention, at every length that was timed; None
+        where it was not at the longest."""
+        faster: int | None = None
+        for one in self.times:
+            if one.speed_up <= 1.0:
+                break
+            faster = one.tokens
+        return faster
+
+    @property
+    def gains(self) -> bool:
+        """Whether there is anything to paste."""
+        return self.below is not None
+
+    @property
+    def line(self) -> str:
+        """What to paste into a program; empty where the model should stay as it is."""
+        return f'attach(model, profile="{self.run.output}")' if self.gains else ""
+
+    @property
+    def server(self) -> str:
+        """What to add to a server's command line; empty where the model should stay as it is."""
+        if not self.gains:
+            return ""
+        held = dumps({"sparseprefill": {"profile": str(self.run.output.absolute())}})
+        return f"--attention-backend CUSTOM --additional-config {shlex.quote(held)}"
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """All of it, as plain data."""
+        from .searched import as_json
+
+        facts = as_json(self.found)
+        return {
+            "dense": not self.gains,
+            "dense_below": self.below,
+            "said": self.said,
+            "line": self.line,
+            "server": self.server,
+            "profile": str(self.run.output) if self.gains else None,
+            "times": [one.figures for one in self.times],
+            "took": self.seconds,
+            "search": facts,
+        }
+
+    @property
+    def said(self) -> list[str]:
+        """The verdict, a sentence or two each: what to take, what it keeps, what it saves, and what to know."""
+        return [*self._chosen(), *self._doubts()]
+
+    def show(self, title: str) -> None:
+        """Print the nearest setting of every method, the verdict and what to paste."""
+        from .searched import show
+
+        show([(self.found, one) for one in self._best()], f"{title}; {self.seconds:.0f} s")
+        for text in self.said:
+            render.line(text)
+        if self.gains:
+            render.line("\nIn transformers:", style="bold")
+            typer.echo(f"from sparseprefill.adapters.huggingface import attach\n{self.line}")
+            render.line("In vLLM, behind `vllm serve MODEL`:", style="bold")
+            typer.echo(self.server)
+
+    def _best(self) -> list[Trial]:
+        """What came nearest to the target, of every method that was tried; what was chosen stands first."""
+        chosen = self.found.chosen
+        made = [] if chosen is None else [chosen]
+        for name in self.run.methods:
+            own = [one for one in self.found.trials if one.candidate.name == name]
+            if own and (chosen is None or chosen.candidate.name != name):
+                made.append(min(own, key=lambda one: (bool(one.error), -len(one.outcomes), one.shortfall)))
+        return made
+
+    def _enough(self) -> list[Trial]:
+        """The trials that keep enough, whatever they cost."""
+        return [one for one in self.found.trials if not one.error and one.shortfall <= 1.0]
+
+    def _chosen(self) -> list[str]:
+        """What to take, or why nothing."""
+        from ..evaluation.outcome import Summary
+        from .searched import setting
+
+        chosen, near, tokens = self.found.chosen, self.found.nearest, self.found.tokens
+        if chosen is None:
+            enough = min(self._enough(), key=lambda one: one.cost("seconds"), default=None)
+            if enough is not None:
+                dense = Summary.of(self.found.stock[: len(enough.outcomes)], 0)
+                name, one = f"{enough.candidate.name} ({setting(enough)})", Summary.of(enough.outcomes, 0)
+                return [
+                    f"Stay dense up to {tokens:,} tokens: {name} keeps enough ({_kept(one)}), but a prefill takes "
+                    f"{one.seconds / one.prompts:.2f} s, and {dense.seconds / dense.prompts:.2f} s dense.",
+                    LONGER,
+                ]
+            made = [f"Stay dense: {self.found.reason}."]
+            if near is not None:
+                name = f"{near.candidate.name} ({setting(near)})"
+                kept = _kept(Summary.of(near.outcomes, 0))
+                made.append(f"The nearest was {name}: {kept}. To accept as much, pass --copies and --kl.")
+            return made
+        name = f"{chosen.candidate.name} ({setting(chosen)})"
+        kept = _kept(Summary.of(chosen.outcomes, 0))
+        first = self.times[0] if self.times else None
+        if first is None:
+            return [f"{name} was found, and could not be timed: {kept}."]
+        speed = f"{first.speed_up:.2f} times as fast as dense attention's at {first.tokens:,} tokens"
+        times = f"{len(first.own)} prefills of each, in turns"
+        if not self.gains:
+            return [
+                f"Stay dense up to {tokens:,} tokens: {name} keeps enough ({kept}), but its whole prefill is {speed} "
+                f"({times}).",
+                LONGER,
+            ]
+        said = [f"Take {name}. {kept[:1].upper()}{kept[1:]}.", f"Its whole prefill is {speed} ({times})."]
+        slower = next((one for one in self.times if one.speed_up <= 1.0), None)
+        why = "shorter ones were not timed" if slower is None else f"{slower.speed_up:.2f} times at {slower.tokens:,}"
+        return [*said, f"Stay dense below {self.below:,} tokens ({why}); the profile does."]
+
+    def _doubts(self) -> list[str]:
+        from ..evaluation.outcome import Summary, unsteady
+        from .results import cannot
+
+        stock = Summary.of(self.found.stock, 0)
+        made = [f"Beware: {text}." for text in cannot([stock])]
+        if self.found.stock and not stock.copies.asked:
+            made.append(
+                f"Beware: texts of {self.found.tokens:,} tokens are too short to restate passages in, so that only KL "
+                "counted; pass longer ones."
+            )
+        alone = [one.seconds for one in self.found.stock]  # texts of one length
+        doubt = unsteady(self.times[0].stock if self.times else alone)
+        made += [f"Beware: {doubt}."] if doubt else []
+        chosen = self.found.chosen
+        if chosen is not None and len(chosen.outcomes) < self.found.prompts:
+            made.append(
+                f"It was chosen on {len(chosen.outcomes)} of {self.found.prompts} texts: give it more --seconds."
+            )
+        if self.found.untried:
+            made.append(f"There was no time for {self.found.untried} more settings; --seconds gives it.")
+        return made
+
+
+def _kept(one: Summary) -> str:
+    """What a setting keeps and computes."""
+    parts = []
+    if one.copies.telling:
+        parts.append(f"it copies {one.copies.right:,} of the {one.copies.dense:,} tokens that dense attention copies")
+    if one.inside is not None:
+        parts.append(f"its next tokens are {one.inside.kl:.4f} nats (KL) from dense attention's, inside the prompt")
+    return ", ".join([*parts, f"and it computes {one.density:.0%} of the pairs"])
+
+
+def _promise(method: Method) -> int:
+    return PROMISING.index(method.name) if method.name in PROMISING else len(PROMISING)
+
+
+def _kind(place: Place) -> str:
+    return "cpu" if place.device.type == "cpu" else "cuda"
+
+
+def _longest(texts: Sequence[Text] | None, source: Source, tokens: int | None, greedy: int) -> int:
+    """Tokens of the longest text that there is, and that the model reads; CommandError where that is too short."""
+    from ..evaluation.prompts import tokenized
+
+    most = source.positions
+    room = LENGTHS[-1] if most is None else most - greedy
+    if tokens is not None:
+        source.check_greedy(f"--tokens {tokens}: texts have so many tokens", tokens, greedy)
+        room = tokens
+    if texts is None:
+        there = room
+    else:
+        there = max(len(one.ids) for one in tokenized(texts[:TEXTS], source.tokenizer))
+        if tokens is not None and 4 * there < 3 * tokens:
+            raise CommandError(f"--tokens {tokens}: the longest text of --text has {there}; pass about that, or less")
+    found = min(room, there)
+    if found < LEAST:
+        what = "the longest text of --text has" if there < room else "the model reads"
+        raise CommandError(f"{what} {found} tokens, and below {LEAST} there is nothing to gain: pass a longer one")
+    return found
+
+
+def _length(model: Any, source: Source, longest: int, methods: int, seconds: float) -> int:
+    """Tokens of the longest texts that every method can read one of in half of the time, by one dense prefill."""
+    import torch
+
+    from ..evaluation.reading import Reader
+
+    fits = min(LENGTHS[0], longest)
+    if longest <= fits:
+        return fits
+    reader = Reader(model)
+    ids = torch.randint(
+        0,
+        source.config.get_text_config().vocab_size,
+        (1, fits),
+        generator=torch.Generator("cpu").manual_seed(0),
+        dtype=torch.int64,
+        device="cpu",
+    )
+    with torch.inference_mode():
+        if not reader.on_cpu:
+            reader.timed(ids.to(reader.device))
+        once = reader.timed(ids.to(reader.device))[0]
+    begun = fits
+    for one in (*(each for each in LENGTHS if begun < each < longest), longest):
+        cost = READING * methods * once * (one / begun) ** 2  # at most: not all of a prefill is attention
+        fits = one if cost <= seconds / 2 else fits
+    return fits
+
+
+def _prompts(texts: Sequence[Text] | None, source: Source, length: int, seed: int) -> list[Prompt]:
+    """The texts, with passages restated where there is room for that."""
+    from ..evaluation.prompts import tokenized
+    from ..evaluation.texts import built_in, with_copies
+
+    if texts is None:
+        return built_in(source.tokenizer, length, TEXTS, seed)
+    found = [one for one in tokenized(texts[:TEXTS], source.tokenizer, length) if 4 * len(one.ids) >= 3 * length]
+    return [with_copies(one, length, seed) for one in found]
+
+
+def _timed(model: Any, prompt: Prompt, run: Run, chosen: Trial, until: float, shown: Bars) -> Iterator[SideBySide]:
+    """What was chosen beside dense attention, at the whole length and at half of it, again and again, until dense wins
+    or the time is up."""
+    from ..evaluation.clock import side_by_side
+
+    contender = chosen.candidate.contender(run.identity, TAIL)
+    rounds = ROUNDS[_kind(run.place)]
+    length = len(prompt.ids)
+    with shown.contender("in turns with dense attention") as progress:
+        while length >= LEAST and (length == len(prompt.ids) or time.monotonic() < until):
+            progress(f"{length:,} tokens", 0, 1)
+            made = side_by_side(model, prompt.ids[:length], contender, rounds, until)
+            yield made
+            length = length // 2 if made.speed_up > 1.0 else 0

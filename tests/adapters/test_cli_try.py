@@ -1,0 +1,283 @@
+"""The command `try`: from a model to a verdict and a line to paste, within its time."""
+
+# ruff: noqa: SIM300 - asserts read expected == actual
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+from sparseprefill.adapters.calibration.candidates import Candidate
+from sparseprefill.adapters.calibration.search import Search, Target, Trial
+from sparseprefill.adapters.cli import attempt
+from sparseprefill.adapters.cli.attempt import Verdict
+from sparseprefill.adapters.cli.commands import app
+from sparseprefill.adapters.cli.searched import Run
+from sparseprefill.adapters.cli.setup import Place
+from sparseprefill.adapters.demo.text import text_lines
+from sparseprefill.adapters.evaluation import clock
+from sparseprefill.adapters.evaluation.clock import SideBySide, side_by_side
+from sparseprefill.adapters.evaluation.outcome import (
+    Contender,
+    Copies,
+    Divergence,
+    Fidelity,
+    Layer,
+    Outcome,
+    unsteady,
+)
+from sparseprefill.adapters.evaluation.reading import Reader
+from sparseprefill.adapters.huggingface import attach
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner, Result
+
+import sparseprefill as sp
+from sparseprefill.profiles.identity import ModelIdentity
+from sparseprefill.profiles.profile import Profile
+
+from .test_cli import refused
+
+STREAMING = sp.default_registry().get("streaming")
+SMALL = ("--method", "streaming", "--tokens", "512", "--kl", "9", "--seconds", "60")
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["try", *arguments, "--device", "cpu", "--threads", "1"])
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    Path("mine.txt").write_text(" ".join(text_lines()[:90]), encoding="utf-8")
+    Path("short.txt").write_text("A short text.", encoding="utf-8")
+
+
+def clocked(monkeypatch: pytest.MonkeyPatch, dense_wins_at: int) -> None:
+    """From now on a prefill takes 2 s, and an attached one 1 s; 3 s of so many tokens or fewer."""
+
+    def timed(self: Reader, ids: torch.Tensor) -> tuple[float, None]:
+        attached = "sparseprefill" in self.model.config._attn_implementation
+        return (2.0 if not attached else 1.0 if ids.shape[1] > dense_wins_at else 3.0), None
+
+    monkeypatch.setattr(Reader, "timed", timed)
+    monkeypatch.setattr(Reader, "clock", lambda self, ids, sizes, seconds: self.timed(ids))
+
+
+@pytest.mark.usefixtures("_one_tokenizer")
+def test_a_gain_ends_in_a_profile_that_serves_and_stays_dense_below_what_gained(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clocked(monkeypatch, dense_wins_at=256)
+    result = run(str(folder), *SMALL, "--json")
+    assert 0 == result.exit_code, result.output
+    facts = json.loads(result.stdout)
+    assert (False, 512, [512, 256]) == (facts["dense"], facts["dense_below"], [one["tokens"] for one in facts["times"]])
+    assert [2.0, 2 / 3] == pytest.approx([one["speed_up"] for one in facts["times"]])
+    assert 'attach(model, profile="model.profile.json")' == facts["line"]
+    profile = Profile.load("model.profile.json")
+    assert [(0, None), (512, "streaming")] == [(one.least, one.method) for one in profile.ranges]
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad(), attach(model, profile="model.profile.json", gate=None) as handle:
+        model(torch.arange(400)[None])
+        assert {"dense"} == {one.mode for one in handle.report().layers}
+        model(torch.arange(600)[None])
+        assert "sparse" in {one.mode for one in handle.report().layers}
+
+
+@pytest.mark.usefixtures("_one_tokenizer")
+def test_the_verdict_in_words_and_what_to_paste(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clocked(monkeypatch, dense_wins_at=0)
+    result = run(str(folder), *SMALL, "--text", "mine.txt", "-o", "mine.json")
+    assert 0 == result.exit_code, result.output
+    said = " ".join(result.stdout.split())
+    assert "Take streaming (" in said
+    assert "Its whole prefill is 2.00 times as fast as dense attention's at 512 tokens (3 prefills of each" in said
+    assert "Stay dense below 256 tokens (shorter ones were not timed)" in said
+    assert "texts of 512 tokens are too short to restate passages in, so that only KL counted" in said
+    assert 'attach(model, profile="mine.json")' in result.stdout.splitlines()
+    (server,) = [line for line in result.stdout.splitlines() if line.startswith("--attention-backend CUSTOM")]
+    table = json.loads(server.partition("'")[2].rstrip("'"))
+    assert {"sparseprefill": {"profile": str(Path("mine.json").absolute())}} == table
+    assert "1 texts of 512 tokens, 1 methods; done in 60 s or less" in result.stderr
+
+
+@pytest.mark.usefixtures("_one_tokenizer")
+def test_where_dense_wins_nothing_is_written_and_it_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clocked(monkeypatch, dense_wins_at=512)
+    monkeypatch.setattr(Reader, "clock", lambda self, ids, sizes, seconds: (2.0 if _stock(self) else 1.0, None))
+    result = run(str(folder), *SMALL)
+    assert 0 == result.exit_code, result.output
+    said = " ".join(result.stdout.split())
+    assert "Stay dense up to 512 tokens: streaming (" in said
+    assert "but its whole prefill is 0.67 times as fast" in said
+    assert "attach(" not in said
+    assert not Path("model.profile.json").exists()
+
+
+def _stock(reader: Reader) -> bool:
+    return "sparseprefill" not in reader.model.config._attn_implementation
+
+
+@pytest.mark.usefixtures("_one_tokenizer")
+def test_it_ends_with_its_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of methods that all reach the target one is tried before the time is up, and timed once."""
+    clocked(monkeypatch, dense_wins_at=0)
+    now = iter(range(0, 10**6, 100))
+    monkeypatch.setattr("time.monotonic", lambda: float(next(now)))
+    result = run(str(folder), "--tokens", "512", "--kl", "9", "--seconds", "60", "--json")
+    assert 0 == result.exit_code, result.output
+    facts = json.loads(result.stdout)
+    assert ["rowmax"] == [one["method"] for one in facts["search"]["trials"]], "the most promising comes first"
+    assert [512] == [one["tokens"] for one in facts["times"]]
+    assert [1] == [len(one["seconds"]) for one in facts["times"]]
+    assert any("There was no time for" in text for text in facts["said"])
+    assert {"kascade", "share-prefill"} == set(facts["left_out"])
+
+
+@pytest.mark.usefixtures("_one_tokenizer")
+def test_ctrl_c_while_it_times_keeps_the_choice(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clocked(monkeypatch, dense_wins_at=0)
+    whole = side_by_side
+
+    def stops(model: Any, ids: Any, *more: Any) -> SideBySide:
+        if len(ids) < 512:
+            raise KeyboardInterrupt
+        return whole(model, ids, *more)
+
+    monkeypatch.setattr(clock, "side_by_side", stops)
+    result = run(str(folder), *SMALL)
+    assert 130 == result.exit_code, result.output
+    assert "written: model.profile.json" in " ".join(result.stderr.split())
+    assert [0, 512] == [one.least for one in Profile.load("model.profile.json").ranges]
+
+
+@pytest.mark.usefixtures("_one_tokenizer")
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--text", "none.txt"), "there is no file or folder none.txt"),
+        (("--text", "short.txt"), "below 256 there is nothing to gain"),
+        (("--text", "mine.txt", "--tokens", "900000"), "the model reads at most 1024"),
+        (("--tokens", "1020"), "the model reads at most 1024: pass --tokens 1008 or less"),
+        (("--method", "kascade"), "--method kascade: it needs a table of this model's layers"),
+        (("--method", "sample"), "no method is named 'sample'"),
+        (("-o", "no/such.json"), "--output no/such.json: there is no folder"),
+    ],
+)
+def test_it_refuses(folder: Path, arguments: tuple[str, ...], words: str) -> None:
+    refused(run(str(folder), *arguments), words)
+
+
+def test_it_refuses_what_is_no_model() -> None:
+    refused(run("short.txt"), "MODEL short.txt: that is a file")
+    refused(run("./nowhere"), "MODEL ./nowhere: there is no such folder")
+
+
+def test_the_longest_text_is_one_that_every_method_has_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Reader, "on_cpu", True)
+    monkeypatch.setattr(Reader, "device", torch.device("cpu"))
+    monkeypatch.setattr(Reader, "timed", lambda self, ids: (1.0, None))
+
+    class Source:
+        class config:  # noqa: N801 - as transformers has it
+            vocab_size = 9
+
+            @classmethod
+            def get_text_config(cls) -> Any:
+                return cls
+
+    def length(longest: int, seconds: float) -> int:
+        return attempt._length(None, Source(), longest, 10, seconds)  # type: ignore[arg-type]
+
+    assert (4096, 4096, 8192) == (length(30000, 10.0), length(30000, 239.0), length(30000, 240.0))
+    assert (30000, 3000, 65536) == (length(30000, 1e6), length(3000, 1e6), length(65536, 1e6))
+
+
+def kept(copies: Copies, kl: float = 0.01) -> tuple[Outcome, ...]:
+    near = Divergence(torch.full((10,), kl, dtype=torch.float64), 1.0 - kl)
+    layers = (Layer(0, 0.25, (1.0,), (1.0,)),)
+    made = Outcome(Contender("x"), "p", 4096, Fidelity(near, near, near, near, None), 1.0, layers=layers)
+    return (evolve(made, copies=copies),)
+
+
+def verdict(*times: SideBySide, copies: Copies, stock: Copies, shortfall: float = 2.0) -> Verdict:
+    identity = ModelIdentity(name="m", architecture="M", layers=2, heads=4, kv_heads=2, head_dim=32, digest="0")
+    place = Place(torch.device("cpu"), torch.float32, 1)
+    of = Run(
+        target=Target(kl=0.1), by="seconds", methods=["streaming"], identity=identity, output=Path("p.json"),
+        place=place, how={},
+    )  # fmt: skip
+    trial = Trial(Candidate(STREAMING, {}), kept(copies), 0.5 if times else shortfall)
+    dense = Outcome(Contender("stock"), "p", 4096, seconds=2.0, copies=stock)
+    chosen, reason = (trial, "") if times else (None, "KL of at most 0.001: no setting reaches it")
+    return Verdict(of, Search(4096, 1, "seconds", (dense,), (trial,), chosen, reason, 0), times, 12.0)
+
+
+GOOD, DENSE = Copies(90, 100, 1.0, 95), Copies(95, 100, 1.0, 95)
+WON, LOST = SideBySide(4096, (2.0, 2.2), (1.0, 1.1)), SideBySide(1024, (0.2,), (0.3,))
+
+
+def test_what_is_said_of_a_model_that_copies() -> None:
+    one = verdict(WON, evolve(WON, tokens=2048), LOST, copies=GOOD, stock=DENSE)
+    assert one.below == 2048
+    assert one.said[0] == (
+        "Take streaming (defaults). It copies 90 of the 95 tokens that dense attention copies, its next tokens are "
+        "0.0100 nats (KL) from dense attention's, inside the prompt, and it computes 25% of the pairs."
+    )
+    assert one.said[1:] == [
+        "Its whole prefill is 2.00 times as fast as dense attention's at 4,096 tokens (2 prefills of each, in turns).",
+        "Stay dense below 2,048 tokens (0.67 times at 1,024); the profile does.",
+    ]
+
+
+def test_where_nothing_keeps_enough_the_nearest_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    one = verdict(copies=GOOD, stock=DENSE)
+    assert (False, "", "", None) == (one.gains, one.line, one.server, one.facts["profile"])
+    assert one.said[0] == "Stay dense: KL of at most 0.001: no setting reaches it."
+    assert one.said[1].startswith("The nearest was streaming (defaults): it copies 90 of the 95 tokens")
+    one.show("m")
+    assert "attach(" not in capsys.readouterr().out
+
+
+def test_what_keeps_enough_and_is_slower_is_named() -> None:
+    one = verdict(copies=GOOD, stock=DENSE, shortfall=0.5)
+    assert one.said[0].startswith("Stay dense up to 4,096 tokens: streaming (defaults) keeps enough (it copies 90 of")
+    assert one.said[0].endswith("but a prefill takes 1.00 s, and 2.00 s dense.")
+    assert one.said[1] == "Longer prompts may gain: pass --tokens."
+
+
+def test_a_model_that_cannot_copy_is_named() -> None:
+    poor = Copies(3, 100, 1.0, 3)
+    one = verdict(WON, LOST, copies=poor, stock=poor)
+    assert any("the model cannot copy: its own attention goes on rightly with 3 of 100" in text for text in one.said)
+    assert "it copies" not in one.said[0].lower()
+
+
+def test_times_that_lie_apart_are_named() -> None:
+    one = verdict(SideBySide(4096, (2.0, 9.0), (1.0, 1.0)), LOST, copies=GOOD, stock=DENSE)
+    assert any("took 2.00 to 9.00 s for the same prefill" in text for text in one.said)
+    assert "" == unsteady((2.0, 2.9)) == unsteady((1.0,)) == unsteady(())
+
+
+@pytest.mark.usefixtures("_one_tokenizer")
+def test_turns_alternate_and_leave_the_model_as_it_was(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    seen: list[bool] = []
+
+    def timed(self: Reader, ids: torch.Tensor) -> tuple[float, None]:
+        seen.append(_stock(self))
+        return float(len(seen)), None
+
+    monkeypatch.setattr(Reader, "timed", timed)
+    contender = Contender("streaming", sp.build("streaming"))
+    found = side_by_side(model, range(300), contender, 3, until=1.0, now=lambda: 0.0)
+    assert [True, False] * 3 == seen
+    assert ((1.0, 3.0, 5.0), (2.0, 4.0, 6.0)) == (found.stock, found.own)
+    assert pytest.approx(3 / 4) == found.speed_up
+    assert _stock(Reader(model))
+    assert 1 == len(side_by_side(model, range(300), contender, 3, until=0.0, now=lambda: 0.0).own)
