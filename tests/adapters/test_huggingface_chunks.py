@@ -12,6 +12,7 @@ import attrs
 import pytest
 import torch
 from sparseprefill.adapters.huggingface import attach
+from sparseprefill.adapters.huggingface.inspection import cache_of
 from sparseprefill.adapters.huggingface.state import Requests, is_steady
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, QuantoQuantizedLayer
@@ -218,3 +219,12 @@ def test_a_cache_that_comes_back_in_a_tuple_goes_on() -> None:
             found.append(model(ids[:, 50:], past_key_values=cache)[0])
         assert ["prefill was cut at token 50"] == [note.split(";")[0] for note in handle.report().notes]
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_a_cache_is_found_under_the_names_of_old_and_new_versions(name: str) -> None:
+    """transformers 5.24 renamed the argument of every forward, and what it gives back."""
+    made = DynamicCache()
+    assert made is cache_of({"input_ids": None, name: made})
+    assert made is cache_of({"cache": None, "past_key_values": None, name: made})
+    assert None is cache_of({"input_ids": None, name: None})

@@ -56,7 +56,7 @@ class CpuExecutor:
     """
 
     def unsupported(self, call: AttentionCall) -> str | None:
-        """Why this executor cannot run the call, or None."""
+        """Say why this executor cannot run the call, or None."""
         return (
             None
             if call.q.device.type == "cpu"
