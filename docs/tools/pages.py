@@ -35,6 +35,7 @@ BESIDE = {
 }
 """Files beside docs/, and what they are on the site."""
 LINK = re.compile(r"(?<=\]\()(?!\w+:)(?P<path>[^)\s#]+)(?P<anchor>#[^)\s]*)?(?=\))")
+WHOLE = re.compile(r"\[(?P<text>[^\]\[]*)\]\((?!\w+:)(?P<path>[^)\s#]+)\)")
 NAMED = re.compile(r"^ *```.*?^ *```$|^#[^\n]*$|\[[^\]\[]*\]\(|`(?:sp\.)?(?P<name>\w+)`", flags=re.M | re.S)
 """Inline code that may be a public name; fenced blocks, headings and texts of links are skipped."""
 INVENTORIES = (
@@ -98,6 +99,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         target = BESIDE.get(wanted, wanted.removeprefix("docs/"))
         return relpath(target, str(PurePosixPath(here).parent)) + (link["anchor"] or "")
 
+    def without(link: re.Match[str]) -> str:
+        """Tests are no pages: their names stay, as text."""
+        wanted = normpath(str(folder / link["path"]))
+        return link["text"] if wanted.startswith("tests/") else link[0]
+
+    markdown = WHOLE.sub(without, markdown)
     return LINK.sub(turned, markdown if here.startswith("api/") else named(markdown))
 
 

@@ -291,7 +291,8 @@ def test_a_short_prompt_is_refused(model: LlamaForCausalLM) -> None:
 
 
 def test_sizes_are_checked() -> None:
-    for wrong in ({"tail": 1}, {"last": 0}, {"greedy": 0}, {"rows": 0}, {"repeats": 0}):
+    every: list[dict[str, Any]] = [{"tail": 1}, {"last": 0}, {"greedy": 0}, {"rows": 0}, {"repeats": 0}]
+    for wrong in every:
         with pytest.raises(sp.ParameterError, match=next(iter(wrong))):
             Sizes(**wrong)
 
