@@ -41,7 +41,8 @@ from torch import Tensor
 
 from experiments.bench import facts
 from experiments.bench.report import write_figures
-from experiments.files import Files, JsonFile, MarkdownFile, command, markdown
+from experiments.files import Files, JsonFile, MarkdownFile, command
+from experiments.files import markdown as in_markdown
 from experiments.turns.talk import layers_of
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import ParameterError
@@ -148,14 +149,14 @@ def losses(
     device: Device = "auto",
     dtype: Type = Dtype.BFLOAT16,
     threads: Threads = 2,
-    markdown_file: MarkdownFile = None,
+    markdown: MarkdownFile = None,
     json: JsonFile = None,
 ) -> None:
     """Show in which layers a method loses what a model copies.
 
     One method, or one configuration; `rowmax` where none is named. Ctrl-C stops and shows what was measured so far.
     """
-    files = Files(markdown=markdown_file, json=json)
+    files = Files(markdown=markdown, json=json)
     names = method or (() if config else ["rowmax"])
     compared = options.contenders(default_registry(), names, settings or (), model, tail, configs=config or ())
     if len(compared) != 1:
@@ -195,7 +196,7 @@ def losses(
         Table.of(SPARSE, whole, title="with some layers sparse and all others dense", notes=NOTES),
     ]
     if files.markdown is not None:
-        write("--markdown", files.markdown, "\n".join(markdown(one) for one in tables))
+        write("--markdown", files.markdown, "\n".join(in_markdown(one) for one in tables))
     about = facts.about(
         place.device, model=model or "embedded", method=contender.name, parameters=dict(contender.parameters),
         tail=tail, tokens=tokens, texts=texts, kinds=kind, seed=seed,

@@ -26,7 +26,8 @@ from torch import Tensor
 
 from experiments.bench import facts
 from experiments.bench.report import write_figures
-from experiments.files import Files, JsonFile, MarkdownFile, command, markdown
+from experiments.files import Files, JsonFile, MarkdownFile, command
+from experiments.files import markdown as in_markdown
 from experiments.frontier.exams import exams_of
 from experiments.frontier.layers import layer_calls
 from sparseprefill.call import AttentionCall
@@ -96,11 +97,11 @@ def guarantee(
     device: Device = "auto",
     dtype: Type = Dtype.BFLOAT16,
     threads: Threads = 2,
-    markdown_file: MarkdownFile = None,
+    markdown: MarkdownFile = None,
     json: JsonFile = None,
 ) -> None:
     """Count the tiles that rowmax must keep and drops in 8 bits, on a model's own queries and keys."""
-    files = Files(markdown=markdown_file, json=json)
+    files = Files(markdown=markdown, json=json)
     parameters = options.changes(["rowmax"], settings or ())["rowmax"]
     default_registry().build("rowmax", **parameters)
     place = Place.of(device, dtype.value, threads)
@@ -129,7 +130,7 @@ def guarantee(
         remarks=[said, f"error of a tile's log share in 8 bits, nats: {error}"], notes=NOTES,
     )  # fmt: skip
     if files.markdown is not None:
-        write("--markdown", files.markdown, markdown(table))
+        write("--markdown", files.markdown, in_markdown(table))
     write_figures(files.json, {**about, "rows": [asdict(one) for one in rows]})
     if not files.alone:
         render.show(table)
