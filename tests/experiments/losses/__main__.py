@@ -177,7 +177,7 @@ def losses(
         with Stop() as stop:
             for prompt in prompts:
                 ids = torch.tensor([prompt.ids], device=reader.device)
-                with shown.contender(f"{prompt.name}: dense"):
+                with shown.contender(f"{prompt.name}: dense"), torch.inference_mode():
                     dense = reader.prefill(ids)[0]
                 for run in runs:
                     name = "all" if run is None else _named(run)
