@@ -13,8 +13,10 @@ def _columns(config: RowMaxConfig, attribute: Attribute[int | None], value: int 
     """a power of two that divides block, or none for tiles"""
     if value is None:
         return
-    if not is_whole(value, 1) or value & (value - 1) or config.block % value:
-        remedy = f"pass a power of two that divides block, {config.block}, or None for tiles of block keys"
+    fits = is_whole(value, 1) and not value & (value - 1)
+    if not fits or config.block % value:
+        shown = f"block, {config.block}" if fits else "block"
+        remedy = f"pass a power of two that divides {shown}, or None for tiles of block keys"
         raise ParameterError(f"{attribute.name} is {printed(value)}: {remedy}")
 
 

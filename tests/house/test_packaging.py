@@ -174,7 +174,8 @@ from importlib.metadata import entry_points
 sys.meta_path[:] = [one for one in sys.meta_path if "__editable__" not in getattr(one, "__module__", "")
                     and "__editable__" not in getattr(one, "__name__", "")]
 wheel, script, *arguments = sys.argv[1:]
-sys.path[:] = [wheel, *(one for one in sys.path if not one.startswith(script.split("|")[1]))]
+clone = script.split("|")[1]
+sys.path[:] = [wheel, *(one for one in sys.path if "site-packages" in one or not one.startswith(clone))]
 sys.argv = ["sparseprefill", *arguments]
 import sparseprefill
 assert sparseprefill.__file__.startswith(wheel), sparseprefill.__file__

@@ -114,12 +114,13 @@ def weights_of(call: AttentionCall, rows: Tensor) -> Tensor:
     lse = logits.logsumexp(-1)
     if call.sinks is not None:
         lse = torch.logaddexp(lse, call.sinks.float()[:, None])
-    return (logits - lse[..., None]).exp_()
+    weights: Tensor = (logits - lse[..., None]).exp_()
+    return weights
 
 
 def places_of(prompt: Prompt) -> dict[int, int]:
     """By row that predicts a restated token, where that token stands first."""
-    found = {}
+    found: dict[int, int] = {}
     for span in prompt.copies:
         passage = prompt.ids[span.first : span.last]
         first = next(at for at in range(span.first) if prompt.ids[at : at + len(passage)] == passage)
