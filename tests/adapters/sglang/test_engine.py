@@ -195,7 +195,7 @@ def test_two_processes_with_half_of_the_heads_each(ask: Ask) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("wrong", "sparseprefill.tail is -1: pass an integer from 0 to"),
+        ("wrong", "sparseprefill.tail is -1: pass a number of query rows from 0 to"),
         ("wrong layers", "sparseprefill.layers names 99: Qwen3ForCausalLM has"),
     ],
 )
