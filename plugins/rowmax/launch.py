@@ -141,7 +141,7 @@ def _find(
         "BLOCK_D": block(size),
         "SOFTCAP": call.softcap is not None,
     }
-    hopper = _module() if not FAILED and not remark(call, config) and _for_hopper(call, config) else None
+    hopper = _module() if _for_hopper(call, config) and not remark(call, config) else None
     if hopper is not None:
         try:
             hopper.hopper_maxima_kernel[(pairs * cdiv(blocks, 2), parts)](

@@ -389,3 +389,14 @@ def test_a_report_says_why_the_portable_kernel_serves(monkeypatch: pytest.Monkey
     assert launch.remark(call, RowMaxConfig(block=64)) == ""
     monkeypatch.setattr(launch, "FAILED", [])
     assert launch.remark(call, config) == ""
+
+
+def test_narrow_columns_are_left_to_the_portable_kernel_and_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_for_hopper", lambda *_: True)
+    monkeypatch.setattr(launch, "_module", lambda: pytest.fail("no columns there"))
+    call = make(torch.float32, (2, 1), 140, 30, 3, width=64)
+    narrow = settled(4, 128, width=16)
+    same(call, narrow)
+    said = "rowmax's kernel for Hopper takes whole tiles alone: the portable one serves width=16"
+    assert said == launch.remark(call, narrow)
+    assert "" == launch.remark(call, settled(4, 128))
