@@ -7,11 +7,12 @@ need not wait for its maxima; products are summed in float16, of which a maximum
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.language import DistributedLinearLayout, NVMMASharedLayout
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -112,15 +113,71 @@ def _row_max(s, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def _column_max(s, WIDTH: gl.constexpr, QUADS: gl.constexpr, LAYOUT: gl.constexpr):
+    """float32 ``[BLOCK, BLOCK / WIDTH]``: largest of each row of s ``[BLOCK, BLOCK]`` in each column of WIDTH keys.
+
+    The four threads that hold a row's products change places in QUADS, so that each has some columns to itself.
+    """
+    COLUMNS: gl.constexpr = TILE // WIDTH
+    a, b = s.reshape([TILE, COLUMNS, 2, WIDTH // 2]).permute([0, 1, 3, 2]).split()
+    m = _larger(a, b)
+    if WIDTH >= 32:
+        a, b = m.reshape([TILE, COLUMNS, 2, WIDTH // 4]).permute([0, 1, 3, 2]).split()
+        m = _larger(a, b)
+    if WIDTH >= 64:
+        a, b = m.reshape([TILE, COLUMNS, 2, WIDTH // 8]).permute([0, 1, 3, 2]).split()
+        m = _larger(a, b)
+    a, b = m.reshape([TILE, COLUMNS, 4, 2]).split()
+    m = gl.convert_layout(_larger(a, b), QUADS)  # [BLOCK, COLUMNS, 4]
+    a, b = m.reshape([TILE, COLUMNS, 2, 2]).split()
+    a, b = _larger(a, b).split()
+    return gl.convert_layout(_larger(a, b), LAYOUT).to(gl.float32)
+
+
+@gluon.jit
+def _logits(m, scales, softcap):
+    """Base-2 logits of products m."""
+    m = m * scales
+    if softcap is not None:
+        capped = (2.0 / (1.0 + gl.exp2(-2.0 * m / softcap)) - 1.0) * softcap * LOG2E
+        m = gl.where(m == float("-inf"), m, capped)
+    return m
+
+
+@gluon.jit
+def _leave_columns(
+    s, tile, level, total, position, scales, clear, last, line, logits,
+    WIDTH: gl.constexpr, PER: gl.constexpr, LAYOUT: gl.constexpr, QUADS: gl.constexpr, COLUMN: gl.constexpr,
+):  # fmt: skip
+    """Stores the maxima of a tile's products s in columns of WIDTH keys, as logits; level, total with them, as
+    `kernels._all_joined`. scales, level, total, line: laid out as rows of COLUMN."""
+    COLUMNS: gl.constexpr = TILE // WIDTH
+    if tile >= clear:
+        at = tile * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(0, LAYOUT))
+        s = gl.where(at[None, :] <= position[:, None], s, float("-inf"))
+    m = _column_max(s, WIDTH, QUADS, COLUMN)  # [BLOCK, COLUMNS]
+    m = _logits(m, (scales * gl.load(logits.factors + tile))[:, None], logits.softcap)
+    stored = gl.minimum(m, LARGEST).to(gl.float16)
+    if tile < last:
+        column = tile * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, COLUMN))
+        gl.store(line[:, None] + column[None, :] * PER, stored)
+        m = stored.to(gl.float32)
+        top = gl.maximum(level, gl.max(m, 1))
+        at = gl.where(top == float("-inf"), 0.0, top)
+        before = gl.where(level == at, 1.0, gl.exp2(level - at))  # also of infinity
+        more = gl.where(m == at[:, None], 1.0, gl.exp2(m - at[:, None]))
+        level, total = top, total * before + gl.sum(more, 1)
+    return level, total
+
+
+@gluon.jit
 def _leave(s, tile, level, total, position, scales, clear, last, line, logits, PER: gl.constexpr, LAYOUT: gl.constexpr):
     """Stores the maxima of a tile's products s, as logits; level, total with them, as `kernels._joined`."""
     if tile >= clear:
         at = tile * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(0, LAYOUT))
         s = gl.where(at[None, :] <= position[:, None], s, float("-inf"))
-    m = _row_max(s, gl.SliceLayout(1, LAYOUT)) * (scales * gl.load(logits.factors + tile))
-    if logits.softcap is not None:
-        capped = (2.0 / (1.0 + gl.exp2(-2.0 * m / logits.softcap)) - 1.0) * logits.softcap * LOG2E
-        m = gl.where(m == float("-inf"), m, capped)
+    m = _row_max(s, gl.SliceLayout(1, LAYOUT))
+    m = _logits(m, scales * gl.load(logits.factors + tile), logits.softcap)
     stored = gl.minimum(m, LARGEST).to(gl.float16)
     if tile < last:
         gl.store(line + tile * PER, stored)
@@ -173,17 +230,19 @@ def _round_queries(
 @gluon.jit
 def _consume(
     NUMBER: gl.constexpr, q_ptr, stride_qn, q_smem, tiles, span, lines, out, logits,
+    WIDTH: gl.constexpr, QUADS: gl.constexpr, COLUMN: gl.constexpr,
     EVERY: gl.constexpr, SHIFT: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Maxima of 128 sampled rows."""
+    """Maxima of 128 sampled rows. QUADS, COLUMN: layouts of maxima in columns of WIDTH keys, fewer than a tile's."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
     rows: gl.constexpr = gl.SliceLayout(1, layout)
+    own: gl.constexpr = rows if WIDTH == TILE else gl.SliceLayout(1, COLUMN)
     PER: gl.constexpr = TILE // EVERY
     block = lines.block + NUMBER
     inverse = _round_queries(q_smem.index(NUMBER), q_ptr, stride_qn, block, lines, EVERY, SHIFT, D, BLOCK_D)
-    scales = gl.convert_layout(inverse, rows) * logits.scale
-    number = block * TILE + gl.arange(0, TILE, layout=rows)
-    position = _position(number, lines, EVERY, SHIFT)
+    scales = gl.convert_layout(inverse, own) * logits.scale
+    position = _position(block * TILE + gl.arange(0, TILE, layout=rows), lines, EVERY, SHIFT)
+    number = block * TILE + gl.arange(0, TILE, layout=own)
     first = lines.tile + block * TILE // PER  # query tile of the first row
     clear = gl.maximum(first, 0)
     last = gl.minimum(
@@ -192,8 +251,8 @@ def _consume(
     if block >= out.blocks:
         last = 0
     line = out.maxima + number // PER * out.reach * PER + number % PER
-    level = gl.full([TILE], float("-inf"), gl.float32, rows)
-    total = gl.full([TILE], 0.0, gl.float32, rows)
+    level = gl.full([TILE], float("-inf"), gl.float32, own)
+    total = gl.full([TILE], 0.0, gl.float32, own)
     if span.count > 0:
         q = q_smem.index(NUMBER)
         zero = gl.full([TILE, TILE], 0.0, gl.float16, layout)
@@ -207,14 +266,28 @@ def _consume(
             b = _multiply(q, tiles, after, phase_after, zero)
             s = warpgroup_mma_wait(1, deps=[a])
             mbarrier.arrive(tiles.empty.index(stage), count=1)
-            level, total = _leave(s, tile, level, total, position, scales, clear, last, line, logits, PER, layout)
+            if WIDTH == TILE:
+                level, total = _leave(s, tile, level, total, position, scales, clear, last, line, logits, PER, layout)
+            else:
+                level, total = _leave_columns(
+                    s, tile, level, total, position, scales, clear, last, line, logits,
+                    WIDTH, PER, layout, QUADS, COLUMN,
+                )  # fmt: skip
             s = warpgroup_mma_wait(0, deps=[b])
             mbarrier.arrive(tiles.empty.index(after), count=1)
-            level, total = _leave(s, tile + 1, level, total, position, scales, clear, last, line, logits, PER, layout)
+            if WIDTH == TILE:
+                level, total = _leave(
+                    s, tile + 1, level, total, position, scales, clear, last, line, logits, PER, layout
+                )
+            else:
+                level, total = _leave_columns(
+                    s, tile + 1, level, total, position, scales, clear, last, line, logits,
+                    WIDTH, PER, layout, QUADS, COLUMN,
+                )  # fmt: skip
             tile += 2
             stage, phase = advance(after, phase_after, STAGES)
     if block < out.blocks:
-        at = (block * out.parts + out.part).to(gl.int64) * TILE + gl.arange(0, TILE, layout=rows)
+        at = (block * out.parts + out.part).to(gl.int64) * TILE + gl.arange(0, TILE, layout=own)
         gl.store(out.sums + at, level + gl.log2(total))
 
 
@@ -237,10 +310,14 @@ def hopper_maxima_kernel(
     stride_qb, stride_qh, stride_qn,
     scale, softcap, q_offset, q_len, kv_len, window,
     heads, kv_group, first_head, first_tile, blocks, reach, columns, each,
+    WIDTH: gl.constexpr, QUADS: gl.constexpr, COLUMN: gl.constexpr,
     EVERY: gl.constexpr, SHIFT: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, SOFTCAP: gl.constexpr,
     STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """What `kernels.maxima_kernel` does, for tiles of 128 keys and blocks of 128 sampled rows, without a window.
+
+    WIDTH: keys of a column, 16, 32, 64 or the whole tile; of narrower ones than that, QUADS and COLUMN are layouts, see
+    `layouts`.
 
     One program: two such blocks of a query head. descriptor: of the rounded keys ``[B * Hkv * columns * BLOCK, D]``.
     """
@@ -266,7 +343,7 @@ def hopper_maxima_kernel(
     # Key tiles that the last row of both blocks may see.
     last = gl.minimum(tile + ((block + 2) * TILE - 1) // PER + 1, (high + TILE - 1) // TILE)
     begin = gl.program_id(1) * each
-    last = gl.minimum(gl.minimum(last, reach), begin + each)
+    last = gl.minimum(gl.minimum(last, reach // (TILE // WIDTH)), begin + each)
     count = gl.maximum(last - begin, 0)
     if count > 0:
         count = (count + 1) // 2 * 2
@@ -296,14 +373,42 @@ def hopper_maxima_kernel(
     gl.warp_specialize(
         [
             (_consume, (0, q_ptr, stride_qn, q_smem, tiles, span, lines, out, logits,
-                        EVERY, SHIFT, D, BLOCK_D, STAGES)),
+                        WIDTH, QUADS, COLUMN, EVERY, SHIFT, D, BLOCK_D, STAGES)),
             (_consume, (1, q_ptr, stride_qn, q_smem, tiles, span, lines, out, logits,
-                        EVERY, SHIFT, D, BLOCK_D, STAGES)),
+                        WIDTH, QUADS, COLUMN, EVERY, SHIFT, D, BLOCK_D, STAGES)),
             (_produce, (descriptor, line, tiles, span, BLOCK_D, STAGES)),
         ],
         [4, 1],
         [REGISTERS[0], REGISTERS[1]],
     )  # fmt: skip
+
+
+@cache
+def layouts(width: int) -> dict[str, Any]:
+    """QUADS ``[BLOCK, columns, 4]`` and COLUMN ``[BLOCK, columns]`` of `hopper_maxima_kernel` for columns of `width`
+    keys.
+
+    The product lays a row's keys out over four threads, two by two, and a warp's 16 rows over the rest. In QUADS a
+    thread has all four parts of some columns, in COLUMN what is left of them: with 4 columns one each, with 8 two; of 2,
+    two threads each have the same.
+    """
+    if width == HOPPER_TILE:
+        return {"WIDTH": width, "QUADS": None, "COLUMN": None}
+    columns = HOPPER_TILE // width
+    bits = [1 << bit for bit in range(columns.bit_length() - 1)]
+    own, apart = bits[:-2], [*bits[-2:], 0][:2]
+    shape = [HOPPER_TILE, columns]
+    quads = DistributedLinearLayout(
+        [[0, 0, 1], [0, 0, 2], *([0, bit, 0] for bit in own), [8, 0, 0], [64, 0, 0]],
+        [*([0, bit, 0] for bit in apart), [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        [[16, 0, 0], [32, 0, 0]], [], [*shape, 4],
+    )  # fmt: skip
+    column = DistributedLinearLayout(
+        [*([0, bit] for bit in own), [8, 0], [64, 0]],
+        [*([0, bit] for bit in apart), [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]], [], shape,
+    )  # fmt: skip
+    return {"WIDTH": width, "QUADS": quads, "COLUMN": column}
 
 
 def descriptor(k: Tensor) -> TensorDescriptor:

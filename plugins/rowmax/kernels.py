@@ -20,6 +20,8 @@ RUNTIME = (
 UNALIGNED = ("table_ptr", "k_scale_ptr")
 HOPPER_TILE = 128
 """Tokens of the tiles that `hopper.hopper_maxima_kernel` serves."""
+NARROWEST = 16
+"""Keys of the columns that it serves, at least."""
 BIG = tl.constexpr(1 << 30)
 NORM = tl.constexpr(240.0)
 """Norm up to which rows are scaled before they are rounded to e4m3, which adds a 16th at most: their products stay below

@@ -65,8 +65,9 @@ def remark(call: AttentionCall, config: RowMaxConfig) -> str:
     """Why the portable kernel chooses where the one for Hopper would; empty elsewhere."""
     if not _for_hopper(call, config):
         return ""
-    if config.column < config.block:
-        return f"rowmax's kernel for Hopper takes whole tiles alone: the portable one serves width={config.column}"
+    if config.column < kernels.NARROWEST:
+        served = f"columns of {kernels.NARROWEST} keys or more"
+        return f"rowmax's kernel for Hopper takes {served}: the portable one serves width={config.column}"
     if not FAILED:
         return ""
     error = FAILED[0]
@@ -146,7 +147,7 @@ def _find(
         try:
             hopper.hopper_maxima_kernel[(pairs * cdiv(blocks, 2), parts)](
                 maxima, sums, q, factors, hopper.descriptor(keys.k), geometry.starts, geometry.lengths,
-                *strides(q), *numbers, **flags, **hopper.OPTIONS,
+                *strides(q), *numbers, **hopper.layouts(config.column), **flags, **hopper.OPTIONS,
             )  # fmt: skip
         except torch.OutOfMemoryError:
             raise

@@ -300,6 +300,7 @@ def test_equal_plain_pytorch_in_production_settings(dtype: torch.dtype, width: i
     for config in (
         settled(4, 128, precision="exact"),
         settled(8, 128, union="group", precision="exact"),
+        settled(4, 128, precision="exact", width=16),
     ):
         same(make(dtype, (8, 2), q_len, before, 0, width=width), config, 1e-3)
         same(
@@ -312,9 +313,10 @@ def test_equal_plain_pytorch_in_production_settings(dtype: torch.dtype, width: i
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [64, 80, 96, 128, 256])
-def test_products_of_e4m3_in_production_settings(width: int) -> None:
+@pytest.mark.parametrize("keys", [None, 16])
+def test_products_of_e4m3_in_production_settings(width: int, keys: int | None) -> None:
     call = make(torch.bfloat16, (8, 2), 4096, 0, 0, width=width)
-    config = settled(4, 128)
+    config = settled(4, 128, precision="fp8", width=keys)
     if not launch.in_8_bits(call, "fp8"):
         pytest.skip("no products of e4m3 here")
     expected, actual = plain(call, config), launch.tile_shares(call, config)
@@ -336,8 +338,9 @@ HOPPERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("q_len", "before", "every"), [(4096, 0, 8), (3001, 1095, 4), (129, 3967, 1), (1, 700, 8), (1000, 64, 32)]
 )
+@pytest.mark.parametrize("keys", [None, 64, 32, 16])
 def test_the_kernel_for_hopper_finds_what_the_portable_one_does(
-    name: str, width: int, q_len: int, before: int, every: int, monkeypatch: pytest.MonkeyPatch
+    name: str, width: int, q_len: int, before: int, every: int, keys: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same numbers in 8 bits, multiplied by the same instructions."""
     call = make(torch.bfloat16, (6, 2), q_len, before, 0, width=width, **HOPPERS[name])
@@ -347,7 +350,8 @@ def test_the_kernel_for_hopper_finds_what_the_portable_one_does(
     for most in (1, MAXIMA):
         monkeypatch.setattr(launch, "MAXIMA", most)
         for union in ("head", "group"):
-            config = settled(every, 128, union=union, precision="fp8")
+            config = settled(every, 128, union=union, precision="fp8", width=keys)
+            assert not launch.remark(call, config)
             actual = launch.tile_shares(call, config)
             assert not launch.FAILED
             with pytest.MonkeyPatch.context() as patch:
@@ -359,10 +363,11 @@ def test_the_kernel_for_hopper_finds_what_the_portable_one_does(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["exact", "auto"])
-def test_nothing_recompiles_when_only_the_length_changes(precision: str) -> None:
+@pytest.mark.parametrize("width", [None, 16])
+def test_nothing_recompiles_when_only_the_length_changes(precision: str, width: int | None) -> None:
     compiled = []
     for length in (8192, 10240, 12288, 8320):
-        config = settled(4, 128, precision=precision)
+        config = settled(4, 128, precision=precision, width=width)
         launch.kept_tiles(make(torch.bfloat16, (8, 2), length, 0, 0, width=128), config)
         used = (kernels.round_keys_kernel, kernels.maxima_kernel, kernels.choose_kernel)
         compiled.append([len(cache[0]) for kernel in used for cache in kernel.device_caches.values()])
@@ -391,12 +396,13 @@ def test_a_report_says_why_the_portable_kernel_serves(monkeypatch: pytest.Monkey
     assert launch.remark(call, config) == ""
 
 
-def test_narrow_columns_are_left_to_the_portable_kernel_and_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_columns_of_few_keys_are_left_to_the_portable_kernel_and_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_for_hopper", lambda *_: True)
-    monkeypatch.setattr(launch, "_module", lambda: pytest.fail("no columns there"))
+    monkeypatch.setattr(launch, "_module", lambda: pytest.fail("no such columns there"))
     call = make(torch.float32, (2, 1), 140, 30, 3, width=64)
-    narrow = settled(4, 128, width=16)
+    narrow = settled(4, 128, width=8)
     same(call, narrow)
-    said = "rowmax's kernel for Hopper takes whole tiles alone: the portable one serves width=16"
+    said = "rowmax's kernel for Hopper takes columns of 16 keys or more: the portable one serves width=8"
     assert said == launch.remark(call, narrow)
-    assert "" == launch.remark(call, settled(4, 128))
+    for width in (16, 32, 64, None):
+        assert "" == launch.remark(call, settled(4, 128, width=width))
