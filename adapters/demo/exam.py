@@ -46,7 +46,7 @@ class Exam:
 
     @property
     def questions(self) -> int:
-        """How many questions there are."""
+        """The number of questions."""
         return sum(len(task.questions) for task in self.tasks)
 
 

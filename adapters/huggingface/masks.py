@@ -80,11 +80,11 @@ class Order:
 
     @property
     def changed(self) -> bool:
-        """Whether somebody wrote into the full mask, so that it is no longer what was asked for."""
+        """True if somebody wrote into the full mask, so that it is no longer what was asked for."""
         return self._full is not None and self._full._version != self._version
 
     def tells(self, query: Tensor) -> bool:
-        """Whether it still is the mask of these queries."""
+        """True if it still is the mask of these queries."""
         return self.shape[2] == query.shape[2] and not self.changed
 
     def told(self, query: Tensor, key: Tensor) -> Compact | str:
@@ -287,7 +287,7 @@ def _unpacked(mask_function: MaskFunction) -> MaskFunction | None:
 
 
 def _closed_over(function: Any, maker: str) -> dict[str, Any]:
-    """What a function that the host's function `maker` makes closes over, by name; nothing for any other function."""
+    """Values that a function of the host's function `maker` closes over, by name; nothing for any other function."""
     code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
     if code is None or not cells or not code.co_qualname.startswith(f"{maker}.<locals>."):
         return {}
