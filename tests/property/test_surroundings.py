@@ -36,7 +36,7 @@ EXECUTORS: dict[str, Any] = {
     "cpu": sp.CpuExecutor(),
     "auto": sp.AutoExecutor(),
 }
-REFINERS: dict[str, Any] = {
+REFINERS: dict[str, sp.MaskRefiner] = {
     "recall": sp.RecallFloor(target=0.99, rows=8),
     "recall of tiles": sp.RecallFloor(target=0.99, rows=8, speaks_for="tile"),
     "kept whole": KeptWhole(8),
@@ -53,7 +53,7 @@ REFINERS: dict[str, Any] = {
     "values": sp.ValueWeights(1.0),
     "decay": sp.PositionDecay(tiles=3),
 }
-CORRECTORS: dict[str, Any] = {"proxy": sp.Proxy(), "delta": sp.Delta(gamma=16)}
+CORRECTORS: dict[str, sp.Corrector] = {"proxy": sp.Proxy(), "delta": sp.Delta(gamma=16)}
 CALLS: dict[str, sp.AttentionCall] = {
     "plain": make(150, heads=4, kv_heads=2, kind="stripes"),
     "starts": make(90, 150, batch=2, heads=4, kv_heads=2, starts=int32(0, 37), softcap=3.0),
