@@ -50,7 +50,7 @@ class ModelReadings:
 
     @property
     def count(self) -> int:
-        """How many prompts there are."""
+        """The number of prompts."""
         return len(self.prompts)
 
     def stock(self, prompt: int) -> Outcome:

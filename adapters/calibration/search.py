@@ -102,7 +102,7 @@ class Readings(Protocol):
 
     @property
     def count(self) -> int:
-        """How many prompts there are."""
+        """The number of prompts."""
         ...
 
     def stock(self, prompt: int) -> Outcome:

@@ -186,7 +186,7 @@ class Verdict:
 
     @property
     def gains(self) -> bool:
-        """Whether there is anything to paste."""
+        """True if there is anything to paste."""
         return self.below is not None
 
     @property

@@ -1,4 +1,4 @@
-"""What is installed: the commands `methods`, `show` and `plugins`, and what a part is in plain data.
+"""Parts that are installed: the commands `methods`, `show` and `plugins`, and what a part is in plain data.
 
 That is its stages, its parameters with defaults and bounds, its grain.
 """

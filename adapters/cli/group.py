@@ -1,4 +1,4 @@
-"""How a command ends: an error is one line and an exit code, never a traceback; Ctrl-C keeps what there is.
+"""The end of a command: an error is one line and an exit code, never a traceback; Ctrl-C keeps what there is.
 
 What stands in the way of a file is said before the work starts, or when it comes up. The files that a run has written
 are remembered here, to be named when a signal ends it.

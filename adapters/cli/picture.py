@@ -71,7 +71,7 @@ def _of_outcome(outcome: Outcome, layer: int, head: int) -> Panel:
 
 
 def _skims(pipeline: Pipeline | Route | None) -> bool:
-    """Whether the executor may leave out tiles that the mask has."""
+    """True if the executor may leave out tiles that the mask has."""
     known = () if pipeline is None else Route.of(pipeline).known
     return any(isinstance(stage, SkipSoftmax) for one in known for stage in one.refiners)
 

@@ -1,4 +1,4 @@
-"""How results reach the terminal: one kind of table for everything, lines, notes and JSON."""
+"""Results on the terminal: one kind of table for everything, lines, notes and JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `compare` and `demo` report: a table, and the same as JSON."""
+"""The report of `compare` and `demo`: a table, and the same as JSON."""
 
 from __future__ import annotations
 

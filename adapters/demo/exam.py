@@ -46,7 +46,7 @@ class Exam:
 
     @property
     def questions(self) -> int:
-        """How many questions there are."""
+        """The number of questions."""
         return sum(len(task.questions) for task in self.tasks)
 
 
@@ -64,7 +64,7 @@ def make_exam(tokenizer: Callable[..., Any], tokens: int, seed: int, questions: 
         task = _apart(tokenizer, family, seed, questions, stems)
         stems |= _stems(task)
         tasks.append(task)
-    haystack, rng = haystack_of(tokenizer), random.Random(f"exam/{tokens}/{seed}")
+    haystack, rng = haystack_of(tokenizer, None), random.Random(f"exam/{tokens}/{seed}")
     spots = [(rng.random(), line) for task in tasks for line in task.needles]
     passages: list[Passage] = []
     if tokens >= SHORTEST:

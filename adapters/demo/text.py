@@ -18,10 +18,11 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from attrs import frozen
+from attrs import field, frozen
 
 _LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data", "__pycache__"})
 _SHORTEST, _LONGEST = 16, 120
+_STEP = 256
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _BLOCKS = (ast.stmt, ast.excepthandler, ast.match_case)
 
@@ -72,17 +73,25 @@ def _clean(text: str) -> Iterator[str]:
             yield line
 
 
-@frozen
+@frozen(eq=False)
 class Haystack:
     """Lines of filler text, measured with one tokenizer, which never merges across a line break.
 
-    counts: tokens of each line, its line break included. by_count: for each token count, one line that has it.
+    Lines are measured where a text reaches them, `_STEP` at a time: all of them take seconds.
     """
 
     tokenizer: Callable[..., Any]
     lines: tuple[str, ...]
-    counts: tuple[int, ...]
-    by_count: dict[int, str]
+    _counts: dict[int, tuple[int, ...]] = field(factory=dict, init=False)
+
+    def count(self, number: int) -> int:
+        """Tokens of a line, its line break included."""
+        step, place = divmod(number, _STEP)
+        if step not in self._counts:
+            some = list(self.lines[step * _STEP : (step + 1) * _STEP])
+            ids = self.tokenizer(some, add_special_tokens=False)["input_ids"]
+            self._counts[step] = tuple(len(row) + 1 for row in ids)
+        return self._counts[step][place]
 
     def tokens(self, line: str) -> int:
         """How many tokens a line has, without start token or line break."""
@@ -110,22 +119,20 @@ class Haystack:
     def _fill(self, start: int, room: int) -> tuple[list[str], list[int]]:
         filler: list[str] = []
         counts: list[int] = []
-        while (count := self.counts[start]) <= room:
+        while (count := self.count(start)) <= room:
             filler.append(self.lines[start])
             counts.append(count)
             room -= count
             start = (start + 1) % len(self.lines)
-        if room in self.by_count:
-            filler.append(self.by_count[room])
+        every = range(len(self.lines)) if room > 1 else ()  # a line and its line break
+        last = next((number for number in every if self.count(number) == room), None)
+        if last is not None:
+            filler.append(self.lines[last])
             counts.append(room)
         return filler, counts
 
 
 @lru_cache(maxsize=8)
-def haystack_of(tokenizer: Callable[..., Any], lines: tuple[str, ...] | None = None) -> Haystack:
-    """Measure filler text, by default all of it, with a tokenizer."""
-    lines = text_lines() if lines is None else lines
-    ids = tokenizer(list(lines), add_special_tokens=False)["input_ids"]
-    counts = tuple(len(row) + 1 for row in ids)
-    by_count = dict(zip(reversed(counts), reversed(lines), strict=True))
-    return Haystack(tokenizer, lines, counts, by_count)
+def haystack_of(tokenizer: Callable[..., Any], lines: tuple[str, ...] | None) -> Haystack:
+    """Filler text, all of it where `lines` is None, for a tokenizer."""
+    return Haystack(tokenizer, text_lines() if lines is None else lines)

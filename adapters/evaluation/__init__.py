@@ -1,1 +1,1 @@
-"""What a sparse prefill does to a model: its distributions, its attention and its speed, against its own dense one."""
+"""The effect of a sparse prefill on a model: distributions, attention and speed against its own dense one."""

@@ -1,4 +1,4 @@
-"""How far next-token distributions are apart; contenders, and what one did to one prompt, and to several."""
+"""Distances of next-token distributions; contenders, and what one did to one prompt, and to several."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Logits(Protocol):
     """Logits of some rows: a tensor ``[n, vocabulary]``, or what makes a part of it when asked."""
 
     def __len__(self) -> int:
-        """How many rows."""
+        """The number of rows."""
         ...
 
     def __getitem__(self, rows: slice, /) -> Tensor:
@@ -52,7 +52,7 @@ class Divergence:
 
     @property
     def rows(self) -> int:
-        """How many rows."""
+        """The number of rows."""
         return self.each.numel()
 
     @property
@@ -157,7 +157,7 @@ class Copies:
 
     @property
     def telling(self) -> bool:
-        """Whether the model itself copies half of them, so that what a method loses of them says something."""
+        """True if the model itself copies half of them, so that what a method loses of them says something."""
         return 0 < self.asked <= 2 * self.dense
 
     @property
@@ -242,7 +242,7 @@ class Layer:
 
 @frozen
 class Outcome:
-    """What one contender did to one prompt.
+    """The outcome of one contender on one prompt.
 
     tokens: that were prefilled. fidelity: None for the stock model, which all is held against. seconds: of the
     prefill, median. extra_bytes: device memory at the prefill's peak beyond the stock model's; None on a CPU. inside:
@@ -286,7 +286,7 @@ class Outcome:
 
 @frozen
 class Summary:
-    """What one contender did to several prompts: means, but for what says otherwise.
+    """The outcome of one contender on several prompts: means, but for what says otherwise.
 
     prompts: that came through, of `lengths` tokens. failed: the first error of the others, by prompt. inside, end:
     next-token distributions over rows of the whole prompts, and at their ends and behind them; see `Fidelity`.

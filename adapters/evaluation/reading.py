@@ -172,7 +172,7 @@ class Reader:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether no part of the model is on a GPU, so that what has returned has run."""
+        """True if no part of the model is on a GPU, so that what has returned has run."""
         return not any(tensor.is_cuda for tensor in self.model.parameters())
 
     def clock(self, ids: Tensor, sizes: Sizes, seconds: float) -> tuple[float, int | None]:
@@ -219,7 +219,7 @@ class Rows:
     kind: Any
 
     def __len__(self) -> int:
-        """How many rows."""
+        """The number of rows."""
         return self.hidden.shape[0]
 
     def __getitem__(self, rows: slice | Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What one contender scored on one task, and whether its prefill ran sparse at all."""
+"""The score of one contender on one task, and if its prefill ran sparse at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch.compile may not trace, and what it is told where it has to."""
+"""Functions that torch.compile may not trace, and the error where it has to."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ def _attached(
 
 
 def _only_of_padding(trial: Trial, model: torch.nn.Module, decoder: PreTrainedModel, route: Route) -> bool:
-    """Whether the decoder gives the same for what is no padding, so that a head must have read some."""
+    """True if the decoder gives the same for what is no padding, so that a head must have read some."""
     inner = evolve(trial, module=decoder)
     try:
         stock = inner.run()

@@ -173,7 +173,7 @@ def _short(attached: Attachment, requests: Requests, module: torch.nn.Module, na
 
 
 def _overruled(attached: Attachment, decoder: Any) -> bool:
-    """Whether somebody set another implementation meanwhile. That choice stands, and is noted."""
+    """True if somebody set another implementation meanwhile. That choice stands, and is noted."""
     name = decoder.config._attn_implementation
     if name == attached.name:
         return False

@@ -1,4 +1,4 @@
-"""What a model must be like to be attached, told by looking at it."""
+"""Conditions for a model to be attached, told by looking at it."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def configurations(model: torch.nn.Module) -> tuple[PreTrainedConfig, ...]:
 
 
 def asks(configs: Iterable[PreTrainedConfig], *switches: str) -> bool:
-    """Whether one of the configurations has one of the switches on, such as ``output_hidden_states``."""
+    """True if one of the configurations has one of the switches on, such as ``output_hidden_states``."""
     return any(getattr(config, switch, False) for config in configs for switch in switches)
 
 

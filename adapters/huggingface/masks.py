@@ -80,11 +80,11 @@ class Order:
 
     @property
     def changed(self) -> bool:
-        """Whether somebody wrote into the full mask, so that it is no longer what was asked for."""
+        """True if somebody wrote into the full mask, so that it is no longer what was asked for."""
         return self._full is not None and self._full._version != self._version
 
     def tells(self, query: Tensor) -> bool:
-        """Whether it still is the mask of these queries."""
+        """True if it still is the mask of these queries."""
         return self.shape[2] == query.shape[2] and not self.changed
 
     def told(self, query: Tensor, key: Tensor) -> Compact | str:
@@ -268,22 +268,27 @@ def classify(mask_function: MaskFunction, local_size: int | None, allow_is_causa
 def _unpacked(mask_function: MaskFunction) -> MaskFunction | None:
     """The mask function inside of one for packed sequences, where each row is one sequence; None for any other.
 
-    Under torch.compile transformers cannot look whether rows are packed, and takes all for packed (host sync).
+    Under torch.compile transformers cannot look whether rows are packed, and takes all for packed (host sync). From
+    5.24 on it also counts each token by its position, which in a row of one sequence only shifts the row.
     """
-    parts = _closed_over(mask_function, and_masks).get("mask_functions", ())
-    left = []
+    parts = _closed_over(mask_function, and_masks.__name__).get("mask_functions", ())
+    left, remapped = [], "remap_positions_for_packed_sequence"  # 5.19 has no such function to import
     for part in parts:
-        sequences = _closed_over(part, packed_sequence_mask_function).get("packed_sequence_mask")
-        if not isinstance(sequences, Tensor):
-            left.append(part)
-        elif not bool((sequences == sequences[:, :1]).all()):
+        sequences = _closed_over(part, packed_sequence_mask_function.__name__).get("packed_sequence_mask")
+        if isinstance(sequences, Tensor):
+            if not bool((sequences == sequences[:, :1]).all()):
+                return None
+            continue
+        inner = _closed_over(part, remapped)
+        if inner and not bool((inner["position_ids"].diff(dim=-1) == 1).all()):
             return None
+        left.append(inner.get("mask_function", part))
     return left[0] if len(left) == 1 and len(parts) > 1 else None
 
 
-def _closed_over(function: Any, maker: Callable[..., Any]) -> dict[str, Any]:
-    """What a function that `maker` makes closes over, by name; nothing for any other function."""
+def _closed_over(function: Any, maker: str) -> dict[str, Any]:
+    """Values that a function of the host's function `maker` closes over, by name; nothing for any other function."""
     code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
-    if code is None or not cells or not code.co_qualname.startswith(f"{maker.__qualname__}.<locals>."):
+    if code is None or not cells or not code.co_qualname.startswith(f"{maker}.<locals>."):
         return {}
     return {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True)}

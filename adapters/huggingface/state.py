@@ -45,7 +45,7 @@ class Original:
 
     name: str
     applies_extras: bool = field(default=Factory(lambda self: "sdpa" not in self.name, takes_self=True), init=False)
-    """Whether it honours softcap and sinks; sdpa drops both in silence, and equality means to drop them too."""
+    """True if it honours softcap and sinks; sdpa drops both in silence, and equality means to drop them too."""
 
     @classmethod
     def of(cls, decoder: PreTrainedModel) -> Original:
@@ -95,7 +95,7 @@ class Place:
         return found
 
     def is_untouched(self, decoder: torch.nn.Module, name: str) -> bool:
-        """Whether nothing stands in its place that could have run instead. name: that its configuration has then."""
+        """True if nothing stands in its place that could have run instead. name: that its configuration has then."""
         try:
             found = decoder.get_submodule(self.path)
         except AttributeError:
@@ -154,11 +154,11 @@ class Attachment:
 
     @property
     def serves(self) -> bool:
-        """Whether a forward that begins now, in this thread, runs through the session."""
+        """True if a forward that begins now, in this thread, runs through the session."""
         return self.active and self.only in (None, threading.current_thread())
 
     def owns(self, module: torch.nn.Module) -> bool:
-        """Whether the module belongs to the attached decoder; models built from one config share its functions."""
+        """True if the module belongs to the attached decoder; models built from one config share its functions."""
         return module in self._modules
 
     def tell(self, text: str) -> None:
@@ -173,7 +173,7 @@ class Attachment:
         self.session.forbid(layers, f"{text} (strict)")
 
     def left(self, layer: int) -> bool:
-        """Whether a layer that did not call is there as it was at attaching, or was taken out: so it did not run."""
+        """True if a layer that did not call is there as it was at attaching, or was taken out: so it did not run."""
         decoder, places = self.decoder, self._places.get(layer, [])
         return decoder is not None and bool(places) and all(place.is_untouched(decoder, self.name) for place in places)
 
@@ -184,20 +184,20 @@ class Attachment:
 
     @property
     def runs(self) -> bool:
-        """Whether a forward of the decoder is on this thread's stack."""
+        """True if a forward of the decoder is on this thread's stack."""
         return bool(next(_frames(self.decoder), 0))
 
     def has_another_decoder(self, module: torch.nn.Module) -> bool:
-        """Whether the module is a part of the model, so that it belongs to what took the decoder's place."""
+        """True if the module is a part of the model, so that it belongs to what took the decoder's place."""
         model = self.model
         return model is not None and any(one is module for one in model.modules())
 
     def sees_all(self, mask: Compact) -> bool:
-        """Whether a sliding window is none: as wide as all that the model was made for, and as the keys that it has."""
+        """True if a sliding window is none: as wide as all that the model was made for, and as the keys that it has."""
         return self.trained is not None and mask.window is not None and mask.window >= max(self.trained, mask.used)
 
     def is_decoder(self, module: torch.nn.Module) -> bool:
-        """Whether a hook speaks of the attached decoder, and not of a shallow copy of it."""
+        """True if a hook speaks of the attached decoder, and not of a shallow copy of it."""
         return module is self._decoder()
 
     def begin(self, name: str, switch: Switch) -> None:
@@ -311,7 +311,7 @@ class Forward:
 
     @property
     def lost(self) -> bool:
-        """Whether it has ended, though no hook told so: torch calls none after a KeyboardInterrupt."""
+        """True if it has ended, though no hook told so: torch calls none after a KeyboardInterrupt."""
         if not self.frame or self.thread is not threading.current_thread():
             return False
         frame: FrameType | None = sys._getframe()
@@ -396,7 +396,7 @@ def _serving() -> Iterator[Attachment]:
 
 
 def is_stock() -> bool:
-    """Whether the innermost open forward in this context stays with the host's own attention throughout."""
+    """True if the innermost open forward in this context stays with the host's own attention throughout."""
     forward = next((forward for forward in _open() if not forward.aside), None)
     return forward is not None and (forward.stock or forward.dense is not None)
 
@@ -435,7 +435,7 @@ def past_length(cache: Any) -> int:
 
 
 def is_steady(cache: Any) -> bool:
-    """Whether the cache gives keys and values back as it got them: transformers' own do, unless they quantize."""
+    """True if the cache gives keys and values back as it got them: transformers' own do, unless they quantize."""
     layers = getattr(cache, "layers", None)
     if not isinstance(layers, list):
         return False

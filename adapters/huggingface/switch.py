@@ -61,7 +61,7 @@ def name_of(original: str, min_query: int) -> tuple[str, bool]:
 
 
 def is_ours(name: str | None) -> bool:
-    """Whether a config names one of our functions."""
+    """True if a config names one of our functions."""
     return name in _names.values()
 
 
@@ -115,7 +115,7 @@ class Switch:
                 config._attn_implementation_internal = name
 
     def holds(self, config: PreTrainedConfig) -> bool:
-        """Whether this switch has switched the config."""
+        """True if this switch has switched the config."""
         return bool(self.users) and any(config is one for one, _ in self._before)
 
 

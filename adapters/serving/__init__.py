@@ -1,1 +1,1 @@
-"""What the adapters of inference servers share; it imports none of them."""
+"""Parts that the adapters of inference servers share; it imports none of them."""

@@ -14,7 +14,7 @@ DEAD = re.compile(r"\b(CUDA|HIP|CUDNN|CUBLAS|NCCL) error\b|Triton Error \[(CUDA|
 
 
 def ends_engine(error: BaseException) -> bool:
-    """Whether nobody can compute the call after this error: the device, or the processes' connection, is lost.
+    """True if nobody can compute the call after this error: the device, or the processes' connection, is lost.
 
     After such an error the host's own attention fails as well, with a message that hides the first. A stage's own
     error is none of them, and neither is memory that ran out, which the host may still have enough of.

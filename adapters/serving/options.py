@@ -1,4 +1,4 @@
-"""What a server's table `sparseprefill` may hold, checked before the engine serves anything."""
+"""The server's table `sparseprefill`, checked before the engine serves anything."""
 
 from __future__ import annotations
 

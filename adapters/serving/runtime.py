@@ -79,7 +79,7 @@ class Runtime:
         return cls(options, main.session, model, main.tally, profiles)
 
     def alive(self, name: str) -> bool:
-        """Whether the server still has a request of this id, running or waiting for its next chunk."""
+        """True if the server still has a request of this id, running or waiting for its next chunk."""
         raise NotImplementedError
 
     @property

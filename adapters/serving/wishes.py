@@ -1,4 +1,4 @@
-"""What a request may ask for, in the arguments that its server passes on."""
+"""Wishes of a request, in the arguments that its server passes on."""
 
 from __future__ import annotations
 

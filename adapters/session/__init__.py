@@ -1,1 +1,1 @@
-"""What every host shares: a pipeline at work, the record of what happened, and its report."""
+"""Parts that every host shares: a pipeline at work, the record of what happened, and its report."""

@@ -1,4 +1,4 @@
-"""What hosts do unless told otherwise. Nothing is imported here: options of the command line show these numbers."""
+"""Defaults of hosts. Nothing is imported here: options of the command line show these numbers."""
 
 from __future__ import annotations
 

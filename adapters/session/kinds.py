@@ -56,7 +56,7 @@ class Kinds:
         return {str(kind): kind.count for kind in self._kinds.values()}
 
     def __contains__(self, text: str) -> bool:
-        """Whether one of its kind was counted."""
+        """True if one of its kind was counted."""
         return text in self._seen or kind_of(text) in self._kinds
 
     def __len__(self) -> int:

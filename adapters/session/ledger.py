@@ -195,7 +195,7 @@ class LayerRecord:
 
 
 def recording() -> bool:
-    """Whether a CUDA graph is captured: nothing may be asked of the device then, and figures would be no figures."""
+    """True if a CUDA graph is captured: nothing may be asked of the device then, and figures would be no figures."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 

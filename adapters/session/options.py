@@ -1,4 +1,4 @@
-"""What every host may be told, declared once: for `attach`, for a Session, and for a server's table."""
+"""Options of every host, declared once: for `attach`, for a Session, and for a server's table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be told before the first request: whether anything of a session can ever run sparse, and if not, why."""
+"""Facts from before the first request: whether anything of a session can ever run sparse, and if not, why."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOT_CHOSEN = "not among the chosen layers"
 
 @frozen
 class Prospects:
-    """What will become of a session's calls.
+    """The prospects of a session's calls.
 
     never: why none of them can run sparse, whatever comes; empty where one can. doubts: why none may run sparse, as
     far as can be told. small: the one of these that is the gate's.
@@ -41,7 +41,7 @@ def prospects(
     windows: Iterable[int] = (),
     chosen: frozenset[int] | None = None,
 ) -> Prospects:
-    """Whether any call can run sparse. By sizes alone: no value on a device is read, and no memory is needed.
+    """Look if any call can run sparse. By sizes alone: no value on a device is read, and no memory is needed.
 
     layers: every attention layer, as a call with its sizes, type, softcap and sinks (of any length), or as the reason
     why the host computes it, whatever comes. min_query: query rows from which a call is prefill. trained: tokens that

@@ -1,4 +1,4 @@
-"""What an attached model did: one entry a layer, with the reason for every dense fallback."""
+"""The record of an attached model: one entry a layer, with the reason for every dense fallback."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class LayerRecall:
 
 @frozen(kw_only=True)
 class LayerReport:
-    """What one attention layer did: calls, densities, recall, and why calls ran dense.
+    """The record of one attention layer: calls, densities, recall, and why calls ran dense.
 
     mode: how its last prefill call ran: the method's mask (sparse), an exact sliding window (window), the host's own
     attention (dense), or not yet (unused). sparse_calls, window_calls, dense_calls: how many calls ran so.

@@ -1,4 +1,4 @@
-"""What every host shares: a pipeline, the rules for when it runs, and the record of what happened."""
+"""Parts that every host shares: a pipeline, the rules for when it runs, and the record of what happened."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ class Session:
 
     @property
     def measures_recall(self) -> bool:
-        """Whether the recall of some prefills is measured."""
+        """True if the recall of some prefills is measured."""
         return self._watch.every > 0
 
     def read_recall(self) -> None:
@@ -245,7 +245,7 @@ class Session:
         return fallback
 
     def cross(self, layer: int) -> bool:
-        """Whether a call that is not causal is cross attention: its layer has causal calls, too. Counted, if it is.
+        """True if a call that is not causal is cross attention: its layer has causal calls, too. Counted, if it is.
 
         The host computes it. It is no prefill: the layer's mode stays, and there is nothing that `strict` raises for.
         """

@@ -116,7 +116,7 @@ class _Coming:
 
     @property
     def arrived(self) -> bool:
-        """Whether reading them makes nobody wait, as far as can be told."""
+        """True if reading them makes nobody wait, as far as can be told."""
         return self.figures.device.type == "cpu" if self.there is None else self.there.query()
 
     def read(self) -> _Kept:
@@ -188,7 +188,7 @@ class RecallWatch:
     _lock: threading.RLock = field(factory=threading.RLock, init=False)
 
     def choose(self) -> bool:
-        """Whether one more prefill is measured: by its number alone."""
+        """True if one more prefill is measured: by its number alone."""
         with self._lock:
             chosen = self.prefills % self.every == 0
             self.prefills += 1

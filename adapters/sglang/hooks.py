@@ -28,7 +28,7 @@ class Hook:
 
     @property
     def applied(self) -> bool:
-        """Whether SGLang's method calls ours."""
+        """True if SGLang's method calls ours."""
         try:
             found: Any = pkgutil.resolve_name(self.target)
         except (ImportError, AttributeError):

@@ -54,7 +54,7 @@ def refuse(manager: Any, one: Any, *args: object, **kwargs: object) -> None:
 
 
 def selected(server_args: Any) -> bool:
-    """Whether the server's prefill is ours."""
+    """True if the server's prefill is ours."""
     names = (getattr(server_args, name, None) for name in ("prefill_attention_backend", "attention_backend"))
     return SWITCH in names
 
@@ -75,7 +75,7 @@ def asked(request: Any) -> object:
 
 
 def complete(request: Any) -> bool:
-    """Whether the last chunk that a request was given ends its prefill."""
+    """True if the last chunk that a request was given ends its prefill."""
     return int(request.extend_end) >= len(request.full_untruncated_fill_ids)
 
 

@@ -24,7 +24,7 @@ EXAMPLE = f"""{VARIABLE}='{{"method": "bfla"}}'"""
 
 
 def given(text: str | None = None) -> Options:
-    """What the variable says, by default that of this process: a JSON table, or the path of a .json or .toml file.
+    """The variable's content, by default that of this process: a JSON table, or the path of a .json or .toml file.
 
     ParameterError names the key at fault.
     """

@@ -1,4 +1,4 @@
-"""How SGLang's pool lays out a layer's keys, as `Pages`."""
+"""A layer's keys in SGLang's pool, as `Pages`."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Runtime(runtime.Runtime):
     layers: int = field(default=0, init=False)
 
     def alive(self, name: str) -> bool:
-        """Whether SGLang still has a request of this id whose last chunk is yet to come."""
+        """True if SGLang still has a request of this id whose last chunk is yet to come."""
         request = known.find(name)
         return request is not None and (name in self.coming or not (request.finished() or known.complete(request)))
 

@@ -1,4 +1,4 @@
-"""Whether a model can be spread by Star Attention, told by looking at it and by running it on a few tokens."""
+"""Checks of a model that Star Attention shall spread: by looking at it, and by running it on a few tokens."""
 
 from __future__ import annotations
 

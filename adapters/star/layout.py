@@ -84,5 +84,5 @@ class Layout:
 
     @property
     def sends(self) -> bool:
-        """Whether there is an anchor, and any rank but the first has a block, so that it has to travel."""
+        """True if there is an anchor, and any rank but the first has a block, so that it has to travel."""
         return self.prefix > 0 and any(self.share(rank) for rank in range(1, self.ranks))

@@ -141,7 +141,7 @@ def _layers(whole: Any, text: Any, sizes: ModelIdentity) -> Iterator[tuple[int, 
 
 
 def _looks_ahead(whole: Any, text: Any) -> bool:
-    """Whether vLLM runs a model as an encoder: each token sees those behind it, too."""
+    """True if vLLM runs a model as an encoder: each token sees those behind it, too."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     both, kind = (whole, text), str(getattr(text, "model_type", ""))

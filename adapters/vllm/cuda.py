@@ -28,7 +28,7 @@ def __getattr__(name: str) -> Any:
 
 
 def flash_suits(config: Any) -> bool:
-    """Whether vLLM's FlashAttention 3, its default on an H100, takes the layers of an engine.
+    """True if vLLM's FlashAttention 3, its default on an H100, takes the layers of an engine.
 
     config: the VllmConfig, or None. Over an fp8 cache it wants queries in fp8, which estimators do not take.
     """

@@ -173,7 +173,7 @@ class Names:
         return self._asked(name).wish
 
     def ends_alone(self, name: str | None) -> bool:
-        """Whether of a request's prompt vLLM reads the model's output for the last token alone."""
+        """True if of a request's prompt vLLM reads the model's output for the last token alone."""
         return not self._asked(name).every_row
 
     def _asked(self, name: str | None) -> Asked:
@@ -186,7 +186,7 @@ class Names:
         return Asked.of(runner.requests.get(name))
 
     def alive(self, name: str) -> bool:
-        """Whether the runner still has a request of this id, running or waiting for its next chunk."""
+        """True if the runner still has a request of this id, running or waiting for its next chunk."""
         runner = self._runner()
         if hasattr(runner, "req_states"):
             return name in runner.req_states.req_id_to_index
@@ -200,7 +200,7 @@ def _rows(batch: Any) -> list[str] | None:
 
 
 def drafting() -> bool:
-    """Whether this is called while a speculator loads its draft model, whose layers are not those of the served one."""
+    """True if this is called while a speculator loads its draft model, whose layers are not those of the served one."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")

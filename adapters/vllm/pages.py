@@ -1,4 +1,4 @@
-"""How vLLM lays out a layer's cache, as `Pages`."""
+"""A layer's cache as vLLM lays it out, as `Pages`."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Runtime(runtime.Runtime):
     names: Names = field(factory=Names.of_nobody, init=False)
 
     def alive(self, name: str) -> bool:
-        """Whether vLLM still has a request of this id, running or waiting for its next chunk."""
+        """True if vLLM still has a request of this id, running or waiting for its next chunk."""
         return self.names.alive(name)
 
     def check_names(self) -> None:
@@ -101,7 +101,7 @@ def existing(config: Any) -> Runtime | None:
 
 
 def selected(config: Any) -> bool:
-    """Whether the backend is selected, for all layers or for a kind of them."""
+    """True if the backend is selected, for all layers or for a kind of them."""
     chosen = config.attention_config
     kinds = getattr(chosen, "backend_per_kind", None) or {}
     return any(getattr(backend, "name", None) == NAME for backend in (chosen.backend, *kinds.values()))

@@ -1,4 +1,4 @@
-"""What a worker can be asked: ``--worker-extension-cls sparseprefill.adapters.vllm.worker.ReportExtension``."""
+"""Questions to a worker: ``--worker-extension-cls sparseprefill.adapters.vllm.worker.ReportExtension``."""
 
 from __future__ import annotations
 

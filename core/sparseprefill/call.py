@@ -99,7 +99,7 @@ class AttentionCall:
 
     @property
     def recorded(self) -> bool:
-        """Whether gradients are recorded of what the call holds."""
+        """True if gradients are recorded of what the call holds."""
         return torch.is_grad_enabled() and any(
             x.requires_grad for x in (self.q, self._k, self._v, self.sinks) if x is not None
         )

@@ -14,7 +14,7 @@ LONGEST = 400
 
 
 def extra(name: str) -> str:
-    """How to install one of this package's extras, for errors. No index has the package, so it is from a clone."""
+    """The command that installs an extra, for errors. No index has the package, so it is from a clone."""
     return f'pip install -e ".[{name}]" in a clone of sparseprefill'
 
 
@@ -92,7 +92,7 @@ def printed(value: object) -> str:
 
 
 def told(error: object) -> str:
-    """What an error says, or any object as text; its type where its own `str` fails."""
+    """An error's message, or any object as text; its type where its own `str` fails."""
     try:
         return str(error)
     except Exception:
@@ -100,7 +100,7 @@ def told(error: object) -> str:
 
 
 def printable(error: BaseException) -> bool:
-    """Whether an error can say what it has to say."""
+    """True if an error can say what it has to say."""
     try:
         str(error)
     except Exception:

@@ -22,7 +22,7 @@ Make = Callable[[Tensor | None, int], Tensor]
 
 @frozen(eq=False)
 class _Entry:
-    """What is known of one layer's heads.
+    """Facts about one layer's heads.
 
     found: the statistic of some call, of which the first `tiles` tiles are whole and hold for the request. end: index
     behind the last query of the call that came last. last: its tensors, weakly. broken: calls came out of order.
@@ -160,7 +160,7 @@ class Memory:
 
 
 def _known(call: AttentionCall) -> bool:
-    """Whether the host knows where the call's keys stand, and they are the same for everybody."""
+    """True if the host knows where the call's keys stand, and they are the same for everybody."""
     if call.starts is not None or call.lengths is not None:
         return False
     if call.pages is None and torch.is_grad_enabled() and (call.k.requires_grad or call.v.requires_grad):

@@ -1,4 +1,4 @@
-"""What a plugin offers: the hooks, and Method, a named pipeline with validated parameters.
+"""The offer of a plugin: the hooks, and Method, a named pipeline with validated parameters.
 
 A plugin is a module (or object) that implements one or more hooks, named in the entry-point group ``sparseprefill``:
 
@@ -53,7 +53,7 @@ class Later:
     function: str = "pipeline"
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """What the function returns."""
+        """Call the function."""
         return getattr(import_module(self.module), self.function)(*arguments, **named)
 
 
@@ -122,7 +122,7 @@ def _check_table(method: Method, _: object, value: Any) -> None:
 
 @frozen(kw_only=True)
 class Method:
-    """What a plugin registers.
+    """A method, as a plugin registers it.
 
     name: how users ask for it. summary: one line. paper: title and section, or a link; empty if there is none.
     config: attrs class of the parameters, with defaults and validators. build: makes the Pipeline of a config; stages

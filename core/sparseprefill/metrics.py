@@ -1,4 +1,4 @@
-"""How much a sparse call kept: exact recall from LSE, its lowest rows, output error."""
+"""Measures of a sparse call: exact recall from LSE, its lowest rows, output error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ anywhere in query tiles, whose last rows alone would be no fair sample. 32 rows 
 
 @frozen(eq=False)
 class WatchedRecall:
-    """What a few query rows of a call kept.
+    """The recall of a few query rows of a call.
 
     rows: int64 ``[B, n]``, their index. real: bool ``[B, n]``, which of them exist. kept: ``[B, Hq, n]``, attention
     mass as `recall` gives it; NaN where there is no such row. spread: how many of them, the first, are spread over the

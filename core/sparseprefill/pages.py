@@ -26,7 +26,7 @@ def _type_of_cache(pages: Pages) -> torch.dtype:
 
 @frozen(eq=False)
 class Pages:
-    """What a kernel needs to read K and V in place. Nothing on the device is read on the host.
+    """Keys and values in the pages of a cache, for kernels to read in place. Nothing on the device is read on the host.
 
     k, v: ``[pages, page, Hkv, D]`` and ``[pages, page, Hkv, Dv]``, views of the whole cache in float16, bfloat16,
     float32, float64 or fp8. Layouts differ in their strides, of which only the last must be 1: heads may stand side by
@@ -83,17 +83,17 @@ class Pages:
 
     @property
     def converted(self) -> bool:
-        """Whether what the cache holds differs in type from what is yielded."""
+        """True if what the cache holds differs in type from what is yielded."""
         return self.k.dtype != self.dtype or self.k_scale is not None or self.v_scale is not None
 
     @property
     def requires_grad(self) -> bool:
-        """Whether keys or values have a gradient."""
+        """True if keys or values have a gradient."""
         return self.k.requires_grad or self.v.requires_grad
 
     @property
     def gathered(self) -> frozenset[str]:
-        """What was copied so far, "k" or "v", by these pages, those they were cut from, or others cut from those."""
+        """Copies made so far, "k" or "v", by these pages, those they were cut from, or others cut from those."""
         return frozenset((self.cut_from or self)._kept)
 
     def keys(self) -> Tensor:

@@ -95,7 +95,7 @@ OBSERVING = _asked(lambda pipeline: pipeline.observers)
 
 
 class Runner(ABC):
-    """What runs calls, given as calls or as tensors: a Pipeline, or a Route over several."""
+    """A runner of calls, given as calls or as tensors: a Pipeline, or a Route over several."""
 
     __slots__ = ()
 
@@ -114,12 +114,12 @@ class Runner(ABC):
 
     @property
     def corrects(self) -> bool:
-        """Whether any of the pipelines has a corrector."""
+        """True if any of the pipelines has a corrector."""
         return any(one.corrector is not None for one in self.known)
 
     @property
     def remembers(self) -> bool:
-        """Whether any of the pipelines keeps something from layer to layer, or from chunk to chunk."""
+        """True if any of the pipelines keeps something from layer to layer, or from chunk to chunk."""
         return any(one.observers for one in self.known)
 
     def with_corrector(self, corrector: Corrector | None) -> Self:
@@ -247,7 +247,7 @@ class Pipeline(Runner):
 
     @property
     def asks_model(self) -> bool:
-        """Whether a stage wants to know the model that it runs in: `check_model`."""
+        """True if a stage wants to know the model that it runs in: `check_model`."""
         return any(stage.asks_model for stage in self._all)
 
     def check_model(self, model: ModelIdentity) -> None:

@@ -1,4 +1,4 @@
-"""What flows between stages: a Plan into the executor, a Result out of it, and a softmax in progress between passes."""
+"""Values between stages: a Plan into the executor, a Result out of it, and a softmax in progress between passes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Remark(str):
 
 
 def base_of(most: Tensor) -> Tensor:
-    """What is taken from logits before `exp`: the largest of each row; 0 where that is -inf, as of no logits at all."""
+    """The number to take from logits before `exp`: largest of a row; 0 where that is -inf, as of no logits at all."""
     return torch.where(most.isneginf(), 0.0, most)
 
 
@@ -114,7 +114,7 @@ class _Ruled:
 
 @frozen(eq=False)
 class Plan:
-    """What an executor shall compute.
+    """The order to an executor: which pairs to compute, and how.
 
     mask: tiles and stripes still to do; disjoint from `carry.region`. A function may stand in its place, which makes
     the mask when it is first read: dense attention needs none to run.
@@ -250,7 +250,7 @@ class Planned:
 
 @frozen
 class Kernel:
-    """What computed a result's output.
+    """The kernel that computed a result's output.
 
     name: "reference", "cpu" (PyTorch's fused attention over gathered keys), "torch" (dense attention of its own), the
     name of a registered kernel, such as "portable" (Triton, any GPU), or what an executor calls its own.
@@ -267,7 +267,7 @@ class Kernel:
 
 @frozen(eq=False)
 class Skipped:
-    """What an executor left out of a plan's mask because its logits cannot matter (`Plan.skip_below`).
+    """Parts of a plan's mask that an executor left out because their logits cannot matter (`Plan.skip_below`).
 
     pairs: int64 ``[B, Hq]``, pairs of rows and keys that the mask holds and that are not in the output; on the device.
     Who votes: `rows` query rows (of one query tile, from a multiple of `rows` on) over `keys` keys at a time, of a tile
@@ -290,7 +290,7 @@ three bits alone makes 0.04 where attention is flat (docs/numerics.md)."""
 
 @frozen(eq=False)
 class Rounding:
-    """What is known of a call that was computed in a reduced precision.
+    """Facts about a call that was computed in a reduced precision.
 
     kind: the precision, such as "int8". errors: float32 ``[B, Hq]`` on the device: how far sampled query rows of each
     head are from the same in the call's precision, as a share of their norm. bound: of the executor; heads beyond it
@@ -309,7 +309,7 @@ class Rounding:
 
 @frozen(eq=False)
 class Parts:
-    """What is known of a call that ran in parts.
+    """Facts about a call that ran in parts.
 
     geometry: of the whole call. count: how many parts. pairs: of each head, int64 ``[B, Hq]`` on the device.
     """
@@ -321,7 +321,7 @@ class Parts:
 
 @frozen(eq=False)
 class Result:
-    """What was computed.
+    """The outcome of a call.
 
     out: ``[B, Hq, Nq, Dv]`` in the call's dtype, zeros in padding rows. lse: ``[B, Hq, Nq]`` float32 (float64 for
     float64 calls), natural log over the keys computed, sinks left out, -inf in padding rows; no
@@ -390,7 +390,7 @@ class Result:
 
 
 def check_plan(call: object, plan: object) -> None:
-    """What executors and correctors check first, without reading a value from the device.
+    """The first check of executors and correctors, without reading a value from the device.
 
     ParameterError for anything that is no AttentionCall, or no Plan; MaskError for the plan of another call.
     """

@@ -38,17 +38,17 @@ REMEDY = f"uninstall one, or name the plugins to load in {ONLY}"
 CORE = "core"
 """The plugin that every registry begins with: the refiners and kernels of core itself."""
 KINDS = ("method", "refiner", "corrector")
-"""What configurations name: Methods, or classes of stages."""
+"""Kinds that configurations name: Methods, or classes of stages."""
 OFFERED = (*KINDS, "kernel")
-"""What plugins offer by name, each kind through a hook of its own; kernels are chosen by the call and never named."""
+"""Kinds that plugins offer by name, each through a hook of its own; kernels are chosen by the call and never named."""
 KEY = "name"
-"""What a table of a configuration calls its refiner or corrector by, beside the parameters."""
+"""The key by which a table of a configuration calls its refiner or corrector, beside the parameters."""
 log = logging.getLogger(__name__)
 
 
 @frozen
 class PluginRecord:
-    """What became of one plugin: its name, distribution, version, what it offers, and the error that stopped it."""
+    """The fate of one plugin: its name, distribution, version, what it offers, and the error that stopped it."""
 
     name: str
     distribution: str
@@ -168,7 +168,7 @@ class Registry:
         return None
 
     def _answers(self, name: str) -> Mapping[str, Mapping[str, Any]]:
-        """What a plugin's hooks offer: by kind, then by name."""
+        """The answers of a plugin's hooks: by kind, then by name."""
         hooks = {
             kind: one.function
             for kind in OFFERED

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Buildable(Protocol):
-    """What makes a pipeline of parameters, such as a Method."""
+    """A maker of pipelines from parameters, such as a Method."""
 
     def pipeline(self, /, **parameters: Any) -> Pipeline:
         """The pipeline of these parameters; ParameterError where they do not fit."""
@@ -51,7 +51,7 @@ VERDICT = Answer(_is_verdict, "a Verdict of worth (True or False), ratio (a numb
 
 @frozen(eq=False)
 class Choice:
-    """What a route chose for a call.
+    """The choice of a route for a call.
 
     pipeline: what runs it. dense: why dense attention serves it instead, by the pipeline's executor or the host; empty
     where the pipeline does. note: what the gate had to say without an objection. of_layer: dense for the call's layer,
@@ -212,7 +212,7 @@ class Route(Runner):
 
     @property
     def grain(self) -> int | None:
-        """What `Pipeline.grain` says; None behind a gate, which may judge chunks of other sizes otherwise."""
+        """The same as `Pipeline.grain`; None behind a gate, which may judge chunks of other sizes otherwise."""
         return self.method_grain if self.gate is None else None
 
     def each(self, change: Callable[[Pipeline], Pipeline]) -> Route:
@@ -237,7 +237,7 @@ class Route(Runner):
 
     @property
     def asks_model(self) -> bool:
-        """Whether the profile or a stage was made for one model: `check_model`."""
+        """True if the profile or a stage was made for one model: `check_model`."""
         return self.profile is not None or any(one.asks_model for one in self.known)
 
     def check_model(self, model: ModelIdentity) -> None:

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 HeadScope = Literal["head", "group"]
-"""What a stage looks at when it decides for a query head: that head, or all heads of its KV head (`head_scope`)."""
+"""Heads that a stage looks at to decide for a query head: that head, or all heads of its KV head (`head_scope`)."""
 
 
 @runtime_checkable
@@ -146,7 +146,7 @@ def _has(stage: object, name: str) -> bool:
 
 @frozen
 class Answer:
-    """What an answer must be. fits: the test. words: for messages. by_type: whether messages show a value's type."""
+    """A rule for answers. fits: the test. words: for messages. by_type: whether messages show a value's type."""
 
     fits: Callable[[Any], bool]
     words: str
@@ -184,7 +184,7 @@ TAIL = Answer(lambda value: value is None or is_whole(value), "a number of query
 ALL_ROWS = WIDEST - 1
 """The `tail` of a stage that keeps every key for every row."""
 ATTRIBUTES = (("grain", GRAIN), ("head_scope", SCOPE), ("tail", TAIL))
-"""What a stage may say of itself, and what that must be."""
+"""Things that a stage may say of itself, each with its rule."""
 QUESTIONS = ("unsupported", "workspace", "check_model", "execute_into", "execute_many")
 """Methods that a stage may leave out."""
 
@@ -227,7 +227,7 @@ class Guard:
         return found
 
     def run(self, what: str, run: Callable[[], T]) -> T:
-        """What a function of the object gives, outside of autocast; `what` is its name for messages."""
+        """Run a function of the object, outside of autocast; `what` is its name for messages."""
         try:
             return uncast(run)() if any(map(torch.is_autocast_enabled, CASTING)) else run()
         except torch.OutOfMemoryError:
@@ -267,7 +267,7 @@ class Stage(Guard):
 
     @property
     def asks_model(self) -> bool:
-        """Whether it wants to know the model that it runs in."""
+        """True if it wants to know the model that it runs in."""
         return "check_model" in self.questions
 
     def check_model(self, model: ModelIdentity) -> None:
@@ -333,7 +333,7 @@ class ExecutorStage(Stage):
 
     @property
     def together(self) -> bool:
-        """Whether it may compute several calls in one launch."""
+        """True if it may compute several calls in one launch."""
         return "execute_many" in self.questions
 
     def execute(self, call: AttentionCall, plan: Plan) -> Result:
@@ -388,7 +388,7 @@ def common_grain(grains: Iterable[int | None]) -> int | None:
 
 
 def widest_scope(scopes: Iterable[HeadScope | None]) -> HeadScope | None:
-    """What all stages together look at: the widest of their scopes, None where one looks at all heads."""
+    """The scope of all stages together: the widest of their scopes, None where one looks at all heads."""
     found = set(scopes)
     if found <= {"head", "group"}:
         return "group" if "group" in found else "head"

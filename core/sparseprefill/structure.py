@@ -27,7 +27,7 @@ KINDS: Mapping[type, str] = {int: "an integer", float: "a number", str: "a strin
 
 @frozen
 class Schema:
-    """What tells the files of a class apart; the class has it as `SCHEMA`.
+    """The mark of a class's files; the class has it as `SCHEMA`.
 
     name, version: stand in the file. remedy: for files of other versions. short: whether fields that have a default may
     be left out.
@@ -53,7 +53,7 @@ class Schema:
 
 
 def structure(kind: Any, value: Any, at: str = "", *, short: bool = False) -> Any:
-    """What plain data says, as a `kind`: an attrs class, a list, a mapping, a number, or a text, as annotations say it.
+    """Read plain data as a `kind`: an attrs class, a list, a mapping, a number, or a text, as annotations say it.
 
     at: the path of the value, for messages. short: whether fields that have a default may be left out; a class with a
     `SCHEMA` says so itself. ParameterError names the field that does not fit, with its path, and what would do.
@@ -242,7 +242,7 @@ def parsed(text: str, loads: Callable[[str], Any] = loads, kind: str = "JSON") -
 
 
 def load(path: str | Path, name: str, remedy: str, make: Callable[[object], Made]) -> Made:
-    """What `make` makes of a JSON file's content; ParameterError names the file and the field that does not fit.
+    """Make an object of a JSON file's content by `make`; ParameterError names the file and the field that does not fit.
 
     name, remedy: what the file is, and what to pass instead of one that cannot be read.
     """

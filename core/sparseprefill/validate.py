@@ -27,17 +27,17 @@ Check = Callable[[Any, "Attribute[Any]", Any], None]
 
 
 def is_name(value: object) -> bool:
-    """Whether a value is a name of what a plugin offers: lower-case words joined by hyphens."""
+    """True if a value is a name of what a plugin offers: lower-case words joined by hyphens."""
     return isinstance(value, str) and NAME.fullmatch(value) is not None
 
 
 def is_whole(value: object, least: int = 0, most: int = WIDEST - 1) -> bool:
-    """Whether a value is an integer from `least` to `most`; True and False are none."""
+    """True if a value is an integer from `least` to `most`; True and False are none."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 def is_number(value: object, least: float = -math.inf, most: float = math.inf) -> bool:
-    """Whether a value is a number from `least` to `most`; NaN, booleans and integers that no float holds are none."""
+    """True if a value is a number from `least` to `most`; NaN, booleans and integers that no float holds are none."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
     return least <= value <= most and (isinstance(value, float) or abs(value) <= sys.float_info.max)

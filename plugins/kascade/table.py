@@ -73,7 +73,7 @@ class AnchorTable(ModelTable):
         return self.anchors[before - 1] if before else layer
 
     def followed(self, layer: int) -> bool:
-        """Whether the next layer takes the keys of this one, which is an anchor."""
+        """True if the next layer takes the keys of this one, which is an anchor."""
         last = self.model is not None and layer + 1 >= self.model.layers
         return layer in self.anchors and layer + 1 not in self.anchors and not last
 
@@ -104,7 +104,7 @@ def parse(facts: object) -> object:
 
 @frozen(kw_only=True)
 class Settings:
-    """How anchor layers are chosen.
+    """Choice of the anchor layers.
 
     count: anchor layers; by default one in seven, such as 5 of 32. tile: tokens of a query tile. columns: keys before a
     tile by which layers are compared.

@@ -56,7 +56,7 @@ def settings(chip: Chip, block_d: int, itemsize: int) -> Settings:
 
 
 def in_8_bits(call: AttentionCall, precision: str) -> bool:
-    """Whether products are of e4m3: where that is not ruled out, and the device, the type and the size allow it."""
+    """True if products are of e4m3: where that is not ruled out, and the device, the type and the size allow it."""
     fits = call.q.element_size() == 2 and block(call.q.shape[3]) >= 32
     return precision != "exact" and fits and chip(call.q.device).e4m3
 
@@ -166,7 +166,7 @@ def _find(
 
 
 def _for_hopper(call: AttentionCall, config: RowMaxConfig) -> bool:
-    """Whether the kernel for Hopper can serve a call."""
+    """True if the kernel for Hopper can serve a call."""
     narrow = block(call.q.shape[3]) <= 128 and call.q.shape[3] >= 64
     plain = call.geometry.window is None and config.block == kernels.HOPPER_TILE and narrow
     return plain and chip(call.q.device).capability == (9, 0) and in_8_bits(call, config.precision)

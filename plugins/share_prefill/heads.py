@@ -58,7 +58,7 @@ class Clusters:
 
     @property
     def count(self) -> int:
-        """How many clusters there are."""
+        """The number of clusters."""
         return 1 if self.table is None else len(self.table.clusters)
 
     def layer(self, layer: int, heads: int, first: int = 0) -> LayerHeads:

@@ -106,7 +106,7 @@ def _words(head: Iterable[int]) -> str:
 
 @frozen(kw_only=True)
 class Settings:
-    """How heads are clustered.
+    """Clustering of heads.
 
     block: tokens of a block of the maps. threshold: largest distance of heads in one cluster. min_size: minimum heads
     in a cluster; smaller ones are noise. latent: numbers that a map is compressed to. epochs: maximum epochs of

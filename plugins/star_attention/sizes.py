@@ -17,7 +17,7 @@ LONG, BLOCK = 131072, 32768  # section 3.4: a quarter of the context up to 128K 
 
 
 def static(config: StarConfig) -> bool:
-    """Whether the sizes are the same for every call: nothing is counted from the end of its keys."""
+    """True if the sizes are the same for every call: nothing is counted from the end of its keys."""
     return config.block_size is not None if config.context_length is None else config.context_length >= 0
 
 

@@ -90,12 +90,13 @@ def test_an_unknown_table_is_named() -> None:
 def test_random_masks_repeat_and_have_about_their_share() -> None:
     shape = evolve(SMALL, length=4200)
     call = call_of(shape, "random", 0, CPU)
-    one, same, other = (random_mask(call, [Part("stripes", 0.1)], seed) for seed in (1, 1, 2))
-    assert torch.equal(one.to_dense(), same.to_dense())
-    assert not torch.equal(one.to_dense(), other.to_dense())
-    behind = one.to_dense()[..., 2048:4096, :2048].double().mean()
+    rows = torch.tensor([0, 1000, 2047, 2048, 3000, 4095, 4100, 4199])
+    one, same, other = (random_mask(call, [Part("stripes", 0.1)], seed).to_dense(rows) for seed in (1, 1, 2))
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+    behind = one[..., 3:6, :2048].double().mean()
     assert float(behind) == pytest.approx(0.1, abs=0.01)
-    assert not one.to_dense()[..., :2048, :].any()
+    assert not one[..., :3, :].any()
     both = random_mask(call, [Part("tiles", 0.2), Part("stripes", 0.1)], 1)
     assert both.tiles is not None
     assert both.stripes is not None

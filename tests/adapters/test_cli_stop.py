@@ -139,7 +139,7 @@ def test_what_a_run_wrote_before_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_real_interrupt() -> None:
     """From the terminal, with a bar on it."""
-    longer = ("--seconds", "3", "--rounds", "1000000")
+    longer = ("--seconds", "1", "--rounds", "1000000")
     terminal = Terminal(["-m", "experiments.bench", *BENCH, *longer], 100, {"PYTHONPATH": TESTS})
     terminal.wait_for(" 1/10 ")
     terminal.interrupt()

@@ -152,6 +152,19 @@ def test_own_lines_are_used(tokenizer: Any) -> None:
     assert haystack_of(tokenizer, lines) is haystack_of(tokenizer, lines)
 
 
+def test_what_no_text_reaches_is_not_measured(tokenizer: Any) -> None:
+    """A new tokenizer at each command: all lines would take longer than the rest of a short one."""
+    read: list[int] = []
+
+    def counting(text: Any, **options: Any) -> Any:
+        read.append(1 if isinstance(text, str) else len(text))
+        return tokenizer(text, **options)
+
+    wanted = make_task(tokenizer, "multikey", 1024, 2)
+    assert make_task(counting, "multikey", 1024, 2) == wanted
+    assert 0 < sum(read) < len(text_lines()) / 4
+
+
 @pytest.mark.parametrize("family", ["single", "multikey"])
 def test_long_questions_ask_the_same(tokenizer: Any, family: Family) -> None:
     seen = set()

@@ -68,6 +68,37 @@ def test_masks_of_other_patterns_are_left_alone() -> None:
     assert masks.classify(masking_utils.bidirectional_mask_function, 8, True) is None
 
 
+def remap_positions_for_packed_sequence(mask_function: Callable[..., Any], position_ids: Tensor) -> Callable[..., Any]:
+    """As transformers has it from 5.24 on."""
+
+    def inner_mask(batch_idx: Any, head_idx: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return mask_function(batch_idx, head_idx, position_ids[batch_idx, q_idx], position_ids[batch_idx, kv_idx])
+
+    return inner_mask
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_row_of_one_sequence_is_not_packed(window: int | None) -> None:
+    """Under torch.compile every mask arrives as one for packed sequences."""
+    remap = getattr(masking_utils, "remap_positions_for_packed_sequence", remap_positions_for_packed_sequence)
+    function: Any = masking_utils.causal_mask_function
+    if window is not None:
+        function = masking_utils.sliding_window_causal_mask_function(window)
+
+    def pattern(positions: list[int], sequences: list[int], *makers: Any) -> masks.Pattern | None:
+        inner = function
+        for maker in makers:
+            inner = maker(inner, torch.tensor([positions]))
+        packed = masking_utils.packed_sequence_mask_function(torch.tensor([sequences]))
+        return masks.classify(masking_utils.and_masks(inner, packed), window, False)
+
+    assert masks.Pattern(window) == pattern([2, 3, 4, 5], [0, 0, 0, 0])
+    assert masks.Pattern(window) == pattern([2, 3, 4, 5], [0, 0, 0, 0], remap)
+    assert pattern([0, 1, 0, 1], [0, 0, 1, 1], remap) is None
+    assert pattern([0, 1, 0, 1], [0, 0, 0, 0], remap) is None, "tokens counted twice"
+    assert masks.classify(remap(function, torch.tensor([[0, 1, 2]])), window, False) is None, "packed by no mask"
+
+
 @torch.no_grad()
 def test_masks_that_no_call_can_express_run_dense() -> None:
     model: Any = hf_models.build("llama")

@@ -79,6 +79,7 @@ def test_layers_in_runs() -> None:
     assert [range(1), range(1, 2)] == groups_of(2, 5)
 
 
+@pytest.mark.thorough
 def test_the_command(tmp_path: Path) -> None:
     file = tmp_path / "lost.json"
     made = ["--tokens", "3072", "--kind", "code", "--groups", "2", "--set", "rowmax.eps=0", "--json", str(file)]

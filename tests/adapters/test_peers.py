@@ -77,7 +77,8 @@ def test_masks_are_the_same_for_all_and_as_wanted() -> None:
     dense = random_mask(call, parse_mask("diagonal+stripes:0.1"), 0)
     diagonal = random_mask(call, parse_mask("diagonal"), 0)
     assert dense.disjoint
-    assert torch.equal(dense.to_dense(), random_mask(call, parse_mask("diagonal+stripes:0.1"), 0).to_dense())
+    rows = torch.arange(0, 4300, 61)
+    assert torch.equal(dense.to_dense(rows), random_mask(call, parse_mask("diagonal+stripes:0.1"), 0).to_dense(rows))
     assert int((diagonal - dense).pairs().sum()) == 0
     assert int(diagonal.pairs().sum()) + int((dense - diagonal).pairs().sum()) == int(dense.pairs().sum())
     assert [" + ".join(map(str, parse_mask(text))) for text in MASKS][-1] == "diagonal + stripes 0.05"

@@ -147,7 +147,7 @@ def test_an_fp8_cache_is_converted_as_it_is_read(stored: str, page: int) -> None
             check(in_fp8(make(size, dtype), page, sorted(LAYOUTS)[turn % 2], *STORED[stored]))
 
 
-@pytest.mark.parametrize("features", FEATURES, ids=str)
+@pytest.mark.parametrize("features", FEATURES if CUDA else [FEATURES[0], FEATURES[-1]], ids=str)
 def test_every_feature_of_a_call_on_an_fp8_cache(features: dict[str, Any]) -> None:
     assert check(in_fp8(make((30, 131), **features), 48, "LBNHC", *STORED["e4m3, uneven"])) > 0
 

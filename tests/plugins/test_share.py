@@ -96,7 +96,7 @@ PARAMETERS = st.builds(
 
 
 @pytest.mark.parametrize("name", INNER)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(made=CALLS, p=PARAMETERS, table=st.sampled_from(TABLES))
 def test_equals_the_oracle(name: str, made: tuple[Layers, dict[str, Any]], p: Parameters, table: Any) -> None:
     layers, options = made

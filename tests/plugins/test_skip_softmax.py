@@ -14,7 +14,7 @@ from sparseprefill.adapters.session.session import Prefill, Session
 
 import sparseprefill as sp
 from helpers.build import int32
-from helpers.examples import few_calls
+from helpers.examples import few_calls, few_of
 from helpers.skipping import check_against_oracle
 from sparseprefill.plan import Remark
 from sparseprefill.refiners.skip import prompt_length
@@ -146,7 +146,7 @@ def test_an_executor_that_does_not_skip_is_noted() -> None:
     assert "the executor cannot skip tiles by their logits" in str(session.report("host", "sdpa"))
 
 
-@pytest.mark.parametrize("name", ["bfla", "anchor-attention"])
+@pytest.mark.parametrize("name", few_of(["bfla", "anchor-attention"], ["anchor-attention"]))
 def test_on_any_method_in_one_line_through_the_contracts(name: str) -> None:
     one = sp.default_registry().get(name)
 

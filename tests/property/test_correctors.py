@@ -115,9 +115,9 @@ def test_proxies_never_overstate_what_was_left_out(call: sp.AttentionCall, data:
 
 
 @pytest.mark.parametrize(
-    "name", few_of(["streaming", "bfla", "vertical-slash", "anchor-attention"], ["bfla", "anchor-attention"])
+    "name", few_of(["streaming", "bfla", "vertical-slash", "anchor-attention"], ["anchor-attention"])
 )
-@pytest.mark.parametrize("corrector", CORRECTORS.values(), ids=CORRECTORS)
+@pytest.mark.parametrize("corrector", [CORRECTORS["proxy of 4"], CORRECTORS["delta"]], ids=["proxy of 4", "delta"])
 def test_methods_keep_their_contracts(corrector: sp.Corrector, name: str) -> None:
     """Padding, chunks at the grain, parts by heads, and dense at the full parameters; of the mask all others."""
 

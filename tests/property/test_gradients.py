@@ -12,6 +12,7 @@ from torch import Tensor
 
 import sparseprefill as sp
 from helpers.build import int32, make, random_mask
+from helpers.examples import SCOPES
 from sparseprefill.executors.triton import TritonExecutor
 from sparseprefill.testing import attention
 from sparseprefill.testing.votes import computed
@@ -66,8 +67,18 @@ def check(pipeline: sp.Pipeline, call: sp.AttentionCall, keep: Callable[[sp.Resu
         close(gradients(lse[real], [call.q, call.k]), gradients(result.lse[real], [call.q, call.k]))
 
 
-@calls
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        *(pytest.param(name, CALLS["plain"], id=name) for name in METHODS),
+        *(
+            pytest.param(name, CALLS[one], id=f"{name}-{one}")
+            for name in SCOPES.values()
+            for one in CALLS
+            if one != "plain"
+        ),
+    ],
+)
 def test_of_a_full_mask_are_those_of_dense_attention(name: str, fields: dict[str, Any]) -> None:
     method = sp.default_registry().get(name)
     call = recorded(make(150, heads=4, kv_heads=2, dtype=torch.float64, kind="stripes", **fields))
@@ -149,8 +160,13 @@ def paged(call: sp.AttentionCall, *, fp8: bool = False) -> tuple[sp.AttentionCal
     return sp.AttentionCall.of_pages(call.q, pages), k, v
 
 
-@pytest.mark.parametrize("before", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    ("name", "before"),
+    [
+        *((name, torch.inference_mode) for name in METHODS),
+        *((name, before) for name in SCOPES.values() for before in (torch.no_grad, torch.enable_grad)),
+    ],
+)
 def test_reach_the_pages_whoever_read_them_before(name: str, before: Callable[[], Any]) -> None:
     plain = recorded(make(150, heads=4, kv_heads=2, dtype=torch.float64, kind="stripes"))
     method = sp.default_registry().get(name)

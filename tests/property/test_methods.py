@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -22,19 +25,17 @@ def test_every_law_on_standard_calls(name: str) -> None:
         assert (list(report.skipped), sp.build(name).grain) == (["chunk invariance at the grain"], None)
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_bfloat16(name: str) -> None:
-    laws_of(name, torch.bfloat16)
+def other_dtypes() -> Iterator[Any]:
+    """bfloat16 of every method; of a method of each head scope also float16, which is handled alike, and float64, in
+    which every method's calls are drawn below."""
+    for name in METHODS:
+        few = name in SCOPES.values()
+        for dtype in (torch.bfloat16, torch.float16, torch.float64) if few else (torch.bfloat16,):
+            yield pytest.param(name, dtype, marks=[] if few else [pytest.mark.thorough])
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
-@pytest.mark.parametrize("name", few_of(METHODS))
-def test_every_other_dtype(name: str, dtype: torch.dtype) -> None:
-    laws_of(name, dtype)
-
-
-def laws_of(name: str, dtype: torch.dtype) -> None:
-    """All laws on a few calls of a dtype."""
+@pytest.mark.parametrize(("name", "dtype"), other_dtypes(), ids=str)
+def test_every_law_in_other_dtypes(name: str, dtype: torch.dtype) -> None:
     report = check_method(name, calls=few_calls(dtype))
     left_out = {"chunk invariance at the grain"}
     if sp.build(name).head_scope == "group":  # the few calls have one group each

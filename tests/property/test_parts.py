@@ -9,12 +9,12 @@ from unittest.mock import patch
 import pytest
 import torch
 from attrs import evolve
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sparseprefill.plugins.kascade.table import AnchorTable
 
 import sparseprefill as sp
-from helpers.examples import SCOPES, few_calls, few_of
+from helpers.examples import SCOPES, few_calls, few_of, part
 from sparseprefill.parts import split
 from sparseprefill.testing import calls
 
@@ -76,7 +76,7 @@ def same(expected: sp.Result, actual: sp.Result) -> None:
 
 
 @pytest.mark.parametrize("name", few_of(BUILT, FEW))
-@settings(max_examples=10)
+@part(0.25)
 @given(call=DRAWN, limit=st.sampled_from([1, 1, 20_000, 100_000]))
 def test_parts_equal_the_whole(name: str, call: sp.AttentionCall, limit: int) -> None:
     check(BUILT[name](), call, limit)

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -36,7 +36,7 @@ EXECUTORS: dict[str, Any] = {
     "cpu": sp.CpuExecutor(),
     "auto": sp.AutoExecutor(),
 }
-REFINERS: dict[str, Any] = {
+REFINERS: dict[str, sp.MaskRefiner] = {
     "recall": sp.RecallFloor(target=0.99, rows=8),
     "recall of tiles": sp.RecallFloor(target=0.99, rows=8, speaks_for="tile"),
     "kept whole": KeptWhole(8),
@@ -53,12 +53,16 @@ REFINERS: dict[str, Any] = {
     "values": sp.ValueWeights(1.0),
     "decay": sp.PositionDecay(tiles=3),
 }
-CORRECTORS: dict[str, Any] = {"proxy": sp.Proxy(), "delta": sp.Delta(gamma=16)}
+CORRECTORS: dict[str, sp.Corrector] = {"proxy": sp.Proxy(), "delta": sp.Delta(gamma=16)}
 CALLS: dict[str, sp.AttentionCall] = {
     "plain": make(150, heads=4, kv_heads=2, kind="stripes"),
-    "softcap": make(150, heads=4, kv_heads=2, softcap=3.0),
-    "starts": make(90, 150, batch=2, heads=4, kv_heads=2, starts=int32(0, 37)),
+    "starts": make(90, 150, batch=2, heads=4, kv_heads=2, starts=int32(0, 37), softcap=3.0),
 }
+SHORT: dict[str, sp.AttentionCall] = {
+    "plain": make(70, heads=4, kv_heads=2, kind="stripes"),
+    "starts": make(40, 70, batch=2, heads=4, kv_heads=2, starts=int32(0, 19), softcap=3.0),
+}
+"""For executors: five tiles of columns, and every tile costs the reference a step of Python."""
 
 
 @contextmanager
@@ -71,12 +75,10 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-AUTOCAST: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+Around = Callable[[], AbstractContextManager[Any]]
+AROUND: dict[str, Around] = {
     "bfloat16": partial(torch.autocast, "cpu", dtype=torch.bfloat16),
     "float16": partial(torch.autocast, "cpu", dtype=torch.float16),
-}
-AROUND: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    **AUTOCAST,
     "default float64": partial(default_dtype, torch.float64),
     "default bfloat16": partial(default_dtype, torch.bfloat16),
     "default device meta": partial(torch.device, "meta"),
@@ -107,12 +109,18 @@ def tensors_of(found: Any) -> list[Tensor]:
     return []
 
 
-def unchanged(run: Callable[[], Any], around: Callable[[], AbstractContextManager[Any]]) -> None:
+@cache
+def outside(run: Callable[..., Any], *names: str) -> list[Tensor]:
+    """What a function gives where nothing is around it, once for all that may be."""
+    return tensors_of(run(*names))
+
+
+def unchanged(around: Around, run: Callable[..., Any], *names: str) -> None:
     """The same bits and types within, twice, and afterwards."""
-    expected = tensors_of(run())
+    expected = outside(run, *names)
     with around():
-        within = [tensors_of(run()) for _ in range(2)]
-    for actual in (*within, tensors_of(run())):
+        within = [tensors_of(run(*names)) for _ in range(2)]
+    for actual in (*within, tensors_of(run(*names))):
         assert [x.dtype for x in expected] == [x.dtype for x in actual]
         assert [x.device for x in expected] == [x.device for x in actual]
         assert all(torch.equal(*(x.nan_to_num() for x in pair)) for pair in zip(expected, actual, strict=True))
@@ -123,8 +131,9 @@ def small(name: str) -> sp.Pipeline:
     return method.pipeline(**method.small)
 
 
-def prefill(pipeline: sp.Pipeline, call: sp.AttentionCall) -> list[sp.Result]:
+def prefill(name: str, word: str) -> list[sp.Result]:
     """A prompt of two layers in two chunks, with one Memory; whole where rows have starts."""
+    pipeline, call = small(name), CALLS[word]
     grain, found = pipeline.grain, []
     cut = call.q.shape[2] // 2 if grain is None else min(grain, call.q.shape[2] - 1)
     memory, offset = sp.Memory(), call.kv_len - call.q.shape[2]
@@ -153,52 +162,87 @@ def cases() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("name", "around"), cases())
-def test_a_prefill(name: str, around: Callable[[], AbstractContextManager[Any]]) -> None:
-    pipeline = small(name)
+def test_a_prefill(name: str, around: Around) -> None:
     for word in ("plain", "starts"):
-        unchanged(partial(prefill, pipeline, CALLS[word]), around)
+        unchanged(around, prefill, name, word)
+
+
+def estimated(name: str, word: str) -> sp.Plan:
+    return small(name).estimator.estimate(CALLS[word], sp.Memory())
 
 
 @pytest.mark.parametrize(("name", "around"), cases())
-def test_an_estimator_alone(name: str, around: Callable[[], AbstractContextManager[Any]]) -> None:
-    pipeline = small(name)
-    for call in CALLS.values():
-        if not pipeline.unsupported(call):
-            unchanged(partial(pipeline.estimator.estimate, call, sp.Memory()), around)
+def test_an_estimator_alone(name: str, around: Around) -> None:
+    for word, call in CALLS.items():
+        if not small(name).unsupported(call):
+            unchanged(around, estimated, name, word)
+
+
+planned = cache(estimated)
+
+
+def refined(refiner: str, name: str, word: str) -> sp.Plan:
+    return REFINERS[refiner].refine(CALLS[word], planned(name, word), sp.Memory())
 
 
 @around
-@pytest.mark.parametrize("refiner", REFINERS.values(), ids=REFINERS)
-def test_a_refiner_alone(refiner: sp.MaskRefiner, around: Callable[[], AbstractContextManager[Any]]) -> None:
-    for call in CALLS.values():
+@pytest.mark.parametrize("refiner", REFINERS)
+def test_a_refiner_alone(refiner: str, around: Around) -> None:
+    for word in CALLS:
         for name in ("anchor-attention", "flexprefill"):
-            estimator = small(name).estimator
-            plan = estimator.estimate(call, sp.Memory())
-            unchanged(partial(refiner.refine, call, plan, sp.Memory()), around)
+            planned(name, word)  # not within
+            unchanged(around, refined, refiner, name, word)
+
+
+@cache
+def masked(word: str) -> sp.Plan:
+    """Tiles, stripes and the diagonal of a short call."""
+    call = SHORT[word]
+    return sp.Plan(random_mask(call, "both", (16, 16), 2, seed=1) | sp.SparseMask.from_rules(call, 16, band=0))
+
+
+@cache
+def executed(word: str) -> sp.Result:
+    return REFERENCE.execute(SHORT[word], masked(word))
+
+
+def corrected(corrector: str, word: str) -> sp.Result:
+    return CORRECTORS[corrector].correct(SHORT[word], masked(word), executed(word), sp.Memory())
 
 
 @around
-@pytest.mark.parametrize("corrector", CORRECTORS.values(), ids=CORRECTORS)
-def test_a_corrector_alone(corrector: sp.Corrector, around: Callable[[], AbstractContextManager[Any]]) -> None:
-    for call in CALLS.values():
-        plan = sp.Plan(random_mask(call, "both", (16, 16), 2, seed=1))
-        plan = plan.widen(sp.SparseMask.from_rules(call, 16, band=0))
-        result = REFERENCE.execute(call, plan)
-        unchanged(partial(corrector.correct, call, plan, result, sp.Memory()), around)
+@pytest.mark.parametrize("corrector", CORRECTORS)
+def test_a_corrector_alone(corrector: str, around: Around) -> None:
+    for word in SHORT:
+        executed(word)
+        unchanged(around, corrected, corrector, word)
+
+
+@cache
+def plans(word: str) -> tuple[sp.Plan, sp.Plan]:
+    """One that probes every head, and one that skips."""
+    heads, below = torch.ones(SHORT[word].q.shape[:2], dtype=torch.bool), torch.full(SHORT[word].q.shape[:1], 0.05)
+    return sp.Plan(masked(word).mask, probe=heads), sp.Plan(masked(word).mask, skip_below=below)
+
+
+def run_by(executor: str, word: str) -> list[Any]:
+    """Every way to run a plan."""
+    by, call = EXECUTORS[executor], SHORT[word]
+    out, lse = (torch.empty(shape, dtype=call.q.dtype, device="cpu") for shape in (call.q.shape, call.q.shape[:3]))
+    probed, skipping = plans(word)
+    return [
+        *(by.execute(call, plan) for plan in (probed, skipping)),
+        *(by.accumulate(call, plan) for plan in (probed, skipping)),
+        by.execute_into(call, skipping, out, lse),
+    ]
 
 
 @around
-@pytest.mark.parametrize("executor", EXECUTORS.values(), ids=EXECUTORS)
-def test_an_executor_alone(executor: Any, around: Callable[[], AbstractContextManager[Any]]) -> None:
-    for call in CALLS.values():
-        mask = random_mask(call, "both", (16, 16), 2, seed=1) | sp.SparseMask.from_rules(call, 16, band=0)
-        heads = torch.ones(call.q.shape[:2], dtype=torch.bool)
-        below = torch.full(call.q.shape[:1], 0.05)
-        out, lse = torch.empty_like(call.q), torch.empty(call.q.shape[:3])
-        for plan in (sp.Plan(mask, probe=heads), sp.Plan(mask, skip_below=below)):
-            unchanged(partial(executor.execute, call, plan), around)
-            unchanged(partial(executor.accumulate, call, plan), around)
-            unchanged(partial(executor.execute_into, call, plan, out, lse), around)
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_an_executor_alone(executor: str, around: Around) -> None:
+    for word in SHORT:
+        plans(word)
+        unchanged(around, run_by, executor, word)
 
 
 def figures(call: sp.AttentionCall, result: sp.Result, state: sp.SoftmaxState) -> list[Any]:
@@ -222,26 +266,44 @@ def figures(call: sp.AttentionCall, result: sp.Result, state: sp.SoftmaxState) -
     ]
 
 
-@around
-def test_what_is_measured(around: Callable[[], AbstractContextManager[Any]]) -> None:
-    for call in CALLS.values():
-        result = small("streaming").run(call)
-        unchanged(partial(figures, call, result, REFERENCE.accumulate(call, result.plan)), around)
+@cache
+def run_before(word: str) -> tuple[sp.AttentionCall, sp.Result, sp.SoftmaxState]:
+    call = CALLS[word]
+    result = small("streaming").run(call)
+    return call, result, REFERENCE.accumulate(call, result.plan)
+
+
+def measured(word: str) -> list[Any]:
+    return figures(*run_before(word))
 
 
 @around
-def test_what_is_made_up_for_tests(around: Callable[[], AbstractContextManager[Any]]) -> None:
-    unchanged(lambda: head_tensors(q_len=300, heads=2, kv_heads=1, head_dim=64), around)
-    for kind in ("random", "sink", "local", "stripes"):
-        sizes = {"batch": 1, "heads": 2, "kv_heads": 1, "q_len": 9, "kv_len": 12, "head_dim": 8}
-        unchanged(partial(tensors, kind, **sizes), around)  # type: ignore[arg-type]
-    unchanged(lambda: [[call.q, call.k, call.v, call.sinks, call.starts] for call in standard_calls()], around)
-    maps = torch.rand(4, 6, 6, generator=torch.Generator().manual_seed(0)).tril()
-    unchanged(lambda: similarity(maps), around)
+def test_what_is_measured(around: Around) -> None:
+    for word in CALLS:
+        run_before(word)
+        unchanged(around, measured, word)
+
+
+MAPS = torch.rand(4, 6, 6, generator=torch.Generator().manual_seed(0)).tril()
+
+
+def made_up() -> list[Any]:
+    sizes = {"batch": 1, "heads": 2, "kv_heads": 1, "q_len": 9, "kv_len": 12, "head_dim": 8}
+    return [
+        head_tensors(q_len=300, heads=2, kv_heads=1, head_dim=64),
+        *(tensors(kind, **sizes) for kind in ("random", "sink", "local", "stripes")),  # type: ignore[arg-type]
+        *([call.q, call.k, call.v, call.sinks, call.starts] for call in standard_calls()),
+        similarity(MAPS),
+    ]
 
 
 @around
-def test_contracts_hold_within(around: Callable[[], AbstractContextManager[Any]]) -> None:
+def test_what_is_made_up_for_tests(around: Around) -> None:
+    unchanged(around, made_up)
+
+
+@around
+def test_contracts_hold_within(around: Around) -> None:
     with around():
         check_method("flexprefill", calls=[CALLS["plain"]])
 

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
 
 OFF = "pass gate=None"
-"""What to do to have no gate, where nothing else is said: a server's configuration takes something else."""
+"""The way to have no gate, where nothing else is said: a server's configuration takes something else."""
 
 
 def remedy(off: str = OFF) -> str:
-    """What to do about a gate that keeps calls dense. off: how to have none."""
+    """The remedy for a gate that keeps calls dense. off: how to have none."""
     return f"{off} to run every call sparse"
 
 
@@ -137,7 +137,7 @@ class AutoGate:
 
 
 GateChoice = BreakEven | Gate | str | Path | Literal[False] | None
-"""What users pass: "auto", the path of a table, a BreakEven or another Gate; None or False for no gate."""
+"""A gate as users pass it: "auto", the path of a table, a BreakEven or another Gate; None or False for no gate."""
 
 
 def gate_of(given: GateChoice) -> Gate | None:

@@ -48,7 +48,7 @@ def device_type(device: torch.device) -> str:
 
 @frozen(kw_only=True)
 class DeviceKind:
-    """What a table was measured on. Calls on a device of this type and capability are judged by it.
+    """The kind of device that a table was measured on. Calls on a device of this type and capability are judged by it.
 
     type: as `device_type` has it, such as "cuda", "rocm" or "cpu". capability: CUDA's compute capability, or what
     PyTorch reports in its place for "rocm"; None elsewhere. name: for people.
@@ -59,7 +59,7 @@ class DeviceKind:
     name: str = ""
 
     def like(self, other: DeviceKind) -> bool:
-        """Whether what was measured on one holds for the other: names say nothing."""
+        """True if what was measured on one holds for the other: names say nothing."""
         return (self.type, self.capability) == (other.type, other.capability)
 
     def __str__(self) -> str:
@@ -78,7 +78,7 @@ class MethodTime:
 
 @frozen
 class Ran:
-    """What the executor took at a density."""
+    """The executor's time at a density."""
 
     density: float = field(validator=DENSITY)
     seconds: float = field(validator=SECONDS)
@@ -115,7 +115,7 @@ class Point:
 
     @property
     def whole(self) -> bool:
-        """Whether the call is a whole prompt; else it is a chunk behind others."""
+        """True if the call is a whole prompt; else it is a chunk behind others."""
         return self.queries == self.keys
 
     def executor_at(self, density: float) -> float | None:
@@ -227,7 +227,7 @@ def lines(shape: HeadShape, method: str) -> tuple[Line, ...]:
 
 
 def too_dense(shape: HeadShape, method: str) -> bool:
-    """Whether the inputs, and not the size, kept a method from winning: no length won, the longest still dense."""
+    """True if the inputs, and not the size, kept a method from winning: no length won, the longest still dense."""
     whole = [point for point in shape.points if point.whole and method in point.methods]
     if not whole or whole[-1].keys < TELLING:
         return False
@@ -281,7 +281,7 @@ def _by_rows(along: Sequence[Line], queries: int, keys: int) -> float:
 
 
 def _seconds(point: Point, method: str, *, doubtful: bool) -> float | None:
-    """What a method takes; what the sparsest mask takes where it was not measured, None where nothing was.
+    """The time of a method; that of the sparsest mask where it was not measured, None where nothing was.
 
     doubtful: whether its densities are the inputs' fault, so that it counts with `UNSURE` at most.
     """

@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 BELOW = "below break-even: dense attention is faster at this size"
 UNKNOWN = "not gated: "
-"""How the reason of a verdict begins where a table knows nothing of a call."""
+"""The beginning of a verdict's reason where a table knows nothing of a call."""
 _KEPT = 4096  # judgements; lengths of prompts differ without end
 
 
 @frozen
 class Verdict:
-    """What a gate says of a call.
+    """The word of a gate about a call.
 
     worth: whether to run it sparse. ratio: predicted time over dense attention's, None where nothing is known.
     reason: why it runs dense, or why the gate knows nothing; empty else.
@@ -49,7 +49,7 @@ class Verdict:
 
 @frozen(kw_only=True)
 class BreakEven:
-    """What `sparseprefill calibrate` writes: times by shape of heads and by length, on one kind of device.
+    """A table, as `sparseprefill calibrate` writes it: times by shape of heads and by length, on one kind of device.
 
     device: what was measured. shapes: the figures. versions, measured: software, and how it was measured, for people.
     """

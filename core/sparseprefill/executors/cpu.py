@@ -122,7 +122,7 @@ class CpuExecutor:
 
 
 def _odd_numbers(call: AttentionCall) -> str:
-    """Whether some number could spoil rows that may not see its key: masks are added here, and products come first."""
+    """Numbers that could spoil rows that may not see their key: masks are added here, and products come first."""
     largest = [_largest(x) for x in (call.q, call.k, call.v)]
     if not all(map(math.isfinite, largest)):
         return "q, k or v is not finite, and would spoil rows that may not see it"
@@ -261,7 +261,7 @@ class _Row:
 
     @property
     def fused(self) -> bool:
-        """Whether PyTorch's fused kernel gives all that is wanted."""
+        """True if PyTorch's fused kernel gives all that is wanted."""
         return self.call.softcap is None and not self.wants_most and self.v.shape[-1] == self.q.shape[-1]
 
     @property

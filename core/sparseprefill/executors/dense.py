@@ -76,6 +76,6 @@ def _cpu(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]
 
 
 def _flash(q: Tensor, whole: bool) -> bool:
-    """Whether torch's flash attention computes what is meant: its `is_causal` aligns the last query with the last key,
+    """True if torch's flash attention computes what is meant: its `is_causal` aligns the last query with the last key,
     as torch.nn.attention.bias relies on. That is not said of AMD's kernel, which serves whole prompts alone."""
     return q.shape[-1] % 8 == 0 and (whole or not amd(q.device))

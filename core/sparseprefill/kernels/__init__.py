@@ -15,17 +15,17 @@ WIDEST = 256
 
 
 def serve(x: Tensor) -> bool:
-    """Whether kernels may run on a tensor's device: CUDA, with Triton installed. Else plain PyTorch does the work."""
+    """True if kernels may run on a tensor's device: CUDA, with Triton installed. Else plain PyTorch does the work."""
     return bool(x.is_cuda) and _installed()
 
 
 def serve_device(device: torch.device) -> bool:
-    """Whether kernels serve tensors on a device."""
+    """True if kernels serve tensors on a device."""
     return device.type == "cuda" and _installed()
 
 
 def serve_rows(q: Tensor) -> bool:
-    """Whether kernels that look at single query rows, of q ``[B, Hq, Nq, D]``, may do so; in float64 they do not."""
+    """True if kernels that look at single query rows, of q ``[B, Hq, Nq, D]``, may do so; in float64 they do not."""
     return serve(q) and q.element_size() < 8 and q.shape[-1] <= WIDEST
 
 

@@ -104,6 +104,6 @@ def packed(x: Tensor) -> Tensor:
 
 
 def aligned(x: Tensor) -> bool:
-    """Whether all rows of ``[B, H, N, D]`` begin at multiples of 16 bytes, as tensor descriptors need."""
+    """True if all rows of ``[B, H, N, D]`` begin at multiples of 16 bytes, as tensor descriptors need."""
     size = x.element_size()
     return x.data_ptr() % 16 == 0 and all(stride * size % 16 == 0 for stride in x.stride()[:3])

@@ -119,7 +119,7 @@ class _Cells:
 
     @property
     def plain(self) -> bool:
-        """Whether a cell is a block: blocks begin wherever a tile begins."""
+        """True if a cell is a block: blocks begin wherever a tile begins."""
         return self.first.shape[1] == self.count
 
     @classmethod
@@ -280,7 +280,7 @@ def _ordered(keep: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _mask_mod(selection: Selection) -> MaskMod:
-    """Whether a pair is selected and seen, by indices of batch row, head, query and key: tensors of one number each.
+    """True where a pair is selected and seen, by indices of batch row, head, query and key: tensors of one number each.
 
     Everything is looked up in maps on the device: of tiles a byte each, of stripes a bit for each column and group.
     """

@@ -23,7 +23,7 @@ MODES: Any = torch._C
 
 
 def in_a_mode() -> bool:
-    """Whether this thread is in a dispatch mode, in which tensors may hold no numbers, as fake tensors do not."""
+    """True if this thread is in a dispatch mode, in which tensors may hold no numbers, as fake tensors do not."""
     return bool(MODES._len_torch_dispatch_stack())
 
 
@@ -242,7 +242,7 @@ def kept_by_sizes(
 
 
 def _same_rows(mine: Tensor | None, theirs: Tensor | None) -> bool:
-    """Whether starts or lengths are the same, as far as the host can tell without waiting for a device."""
+    """True if starts or lengths are the same, as far as the host can tell without waiting for a device."""
     if mine is theirs:
         return True
     if mine is None or theirs is None:

@@ -241,7 +241,7 @@ def _every(geometry: Geometry, tile_q: int, tile_k: int) -> tuple[Tensor, Tensor
 
 
 def readable(device: torch.device) -> bool:
-    """Whether values may be looked at: on a CPU, where nothing waits for it, and in no mode in which there are none."""
+    """True if values may be looked at: on a CPU, where nothing waits for it, and in no mode in which there are none."""
     return device.type == "cpu" and not kernels.serve_device(device) and not in_a_mode()
 
 

@@ -99,12 +99,12 @@ class SparseMask:
 
     @property
     def has_tiles(self) -> bool:
-        """Whether there are tiles, without making lists of them."""
+        """True if there are tiles, without making lists of them."""
         return self._tiles is not None
 
     @property
     def overlapping(self) -> bool:
-        """Whether a stripe may lie in a tile."""
+        """True if a stripe may lie in a tile."""
         return self.has_tiles and self.stripes is not None and not self.disjoint
 
     @property

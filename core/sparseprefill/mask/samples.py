@@ -51,7 +51,7 @@ class Stretches:
 
     @property
     def several(self) -> bool:
-        """Whether the call has more spans than one."""
+        """True if the call has more spans than one."""
         return self.rows.shape[1] > self.each
 
     def in_spans(self, x: Tensor) -> Tensor:

@@ -211,7 +211,7 @@ class TileMap:
 
     @property
     def by_head(self) -> bool:
-        """Whether a rule keeps other tiles for each head."""
+        """True if a rule keeps other tiles for each head."""
         return self.stride is not None or self.random is not None
 
     @property

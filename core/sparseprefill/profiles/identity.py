@@ -32,7 +32,7 @@ class ModelIdentity:
     digest: str
 
     def differs(self, other: ModelIdentity) -> str | None:
-        """What tells the models apart, such as ``model.layers is 6, here it is 32``; None for one and the same."""
+        """The difference of the models, such as ``model.layers is 6, here it is 32``; None for one and the same."""
         for one in fields(type(self)):
             mine, theirs = getattr(self, one.name), getattr(other, one.name)
             if one.name != "name" and mine != theirs:

@@ -21,7 +21,7 @@ REMEDY = "pass a file of sparseprefill fit"
 
 @frozen(kw_only=True)
 class LengthRange:
-    """What serves calls of `least` keys and more, up to the next range.
+    """The pipeline for calls of `least` keys and more, up to the next range.
 
     tokens: the length that it was tuned at. method, parameters: None, both, where no setting was good enough, so that
     calls of this length run dense. dense_layers: indices of the layers that run dense whatever the method, ascending.
@@ -38,7 +38,7 @@ class LengthRange:
 
 @frozen(kw_only=True)
 class Profile:
-    """What `sparseprefill fit` writes.
+    """A profile, as `sparseprefill fit` writes it.
 
     methods: names of the methods that were searched; a range has one of them. model: the model that was tuned on.
     ranges: ascending, the first from 0. break_even: times of these settings by length, where they were measured, for
@@ -72,7 +72,7 @@ class Profile:
 
     @property
     def name(self) -> str:
-        """What messages and reports call the profile: the method, or how many there were to choose from."""
+        """Name in messages and reports: the method, or how many there were to choose from."""
         return self.methods[0] if len(self.methods) == 1 else f"the best of {len(self.methods)} methods"
 
     def index(self, kv_len: int) -> int:

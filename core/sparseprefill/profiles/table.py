@@ -146,7 +146,7 @@ class NeededTable:
 
     @property
     def field(self) -> Mapping[str, Any]:
-        """What attrs' `field` is given for the parameter: ``anchors: Any = field(default=None, **TABLE.field)``."""
+        """Arguments of attrs' `field` for the parameter: ``anchors: Any = field(default=None, **TABLE.field)``."""
         return {"converter": self.read, "validator": anything(self.forms), "metadata": {FILE: self.words}}
 
     def read(self, value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What refiners share that choose by priority: ranks, what there is to choose from, and the plan of what was chosen."""
+"""Parts that refiners by priority share: ranks, what there is to choose from, and the plan of what was chosen."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from sparseprefill.plan import Plan
 
 Recall = Union[float, Mapping[str, Any], "RecallFloor", None]
-"""How a floor may be asked for: its target; its options, as a table or a `RecallFloor`; None for no floor."""
+"""Ways to ask for a floor: its target; its options, as a table or a `RecallFloor`; None for no floor."""
 MOST_ROWS = 1 << 16
 """The most rows of a sample."""
 SLACK = 2.0**-18
@@ -37,7 +37,7 @@ SLACK = 2.0**-18
 
 @frozen(eq=False)
 class SampledRecall:
-    """What a floor saw, row by row, in the notes as ``recall_sample``.
+    """The recall that a floor saw, row by row, in the notes as ``recall_sample``.
 
     rows: int64 ``[B, n]``, index of the sampled query rows. real: bool ``[B, n]``, which of them exist. before, after:
     ``[B, Hq, n]``, attention mass that the plan kept of each, and keeps now; `metrics.lowest_rows` tells the lowest.
@@ -172,7 +172,7 @@ class RecallFloor:
 
 @frozen
 class KeptWhole:
-    """What a floor is over plans that hold every key: its notes. Nothing is lost, so nothing is worked out.
+    """A floor over plans that hold every key: its notes. Nothing is lost, so nothing is worked out.
 
     rows: query rows to sample, as of `RecallFloor`.
     """

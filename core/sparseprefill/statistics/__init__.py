@@ -1,1 +1,1 @@
-"""What estimators share: pooled and sampled attention, selection, distances."""
+"""Statistics that estimators share: pooled and sampled attention, selection, distances."""

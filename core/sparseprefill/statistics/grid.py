@@ -19,7 +19,7 @@ HIGHEST = 128
 
 
 def supported(call: AttentionCall, block: int, size: int) -> bool:
-    """Whether kernels over groups of `size` tokens take blocks of `block`: a power of two of groups, 1 to 64."""
+    """True if kernels over groups of `size` tokens take blocks of `block`: a power of two of groups, 1 to 64."""
     per = block // size
     return call.q.dtype != torch.float64 and per & (per - 1) == 0 and per <= HIGHEST // 2
 

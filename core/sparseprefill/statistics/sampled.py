@@ -91,7 +91,7 @@ def _spread(geometry: Geometry, count: int) -> tuple[Tensor, Tensor]:
 
 
 def last_mass(call: AttentionCall, count: int) -> tuple[SampledMass, Tensor, Tensor]:
-    """What the last `count` real query rows of each batch row attend to, in diagonal bins of `count`; their index, and
+    """The mass of the last `count` real query rows of each batch row, in diagonal bins of `count`; their index, and
     which exist: see `sampled_mass` and `last_rows`.
     """
     rows, real = last_rows(call, count)

@@ -49,7 +49,7 @@ class Options(TypedDict, total=False):
 
 @frozen
 class Report:
-    """What `check_method` did. cases: calls per law that held. skipped: reason per law that could not be tried."""
+    """The outcome of a check. cases: calls per law that held. skipped: reason per law that could not be tried."""
 
     method: str
     cases: Mapping[str, int]
@@ -69,14 +69,14 @@ LAWS: Mapping[str, Callable[[Trial], None]] = {
     "chunk invariance at the grain": laws.chunk_invariant,
     "parts by heads == whole": laws.parts_equal_the_whole,
 }
-"""What every method keeps, by name; the functions say what each law holds."""
+"""Laws that every method keeps, by name; the functions say what each law holds."""
 LAWS_OF_REFINERS: Mapping[str, Callable[[Trial], None]] = {
     "the same plan again": laws.repeatable,
     "memory is read only": laws.memory_is_read_only,
     "no host synchronisation": laws.waits_for_nothing,
     **LAWS,
 }
-"""What a refiner alone could break, and the laws of methods."""
+"""Laws that a refiner alone could break, and the laws of methods."""
 OF_THE_MASK = frozenset(
     {"result == softmax over its own mask", "causality", "NaN of an unselected key stays out", "density in (0, 1]"}
 )

@@ -163,7 +163,7 @@ LAWS: Mapping[str, Callable[[Case], None]] = {
     "pages == tensors": pages_are_tensors,
     "together == alone": together_is_alone,
 }
-"""What every kernel keeps, by name; a law that needs a feature is tried where the record has it."""
+"""Laws that every kernel keeps, by name; a law that needs a feature is tried where the record has it."""
 
 
 def check_kernel(

@@ -124,7 +124,7 @@ def waits_for_nothing(trial: Trial) -> None:
 
 
 def causal(trial: Trial) -> None:
-    """Rows before a cut do not feel what comes after it: other numbers and NaN in queries, keys and values.
+    """Rows before a cut do not feel what comes after it: NaN in queries, keys and values, or other numbers.
 
     An estimator may look at the whole call and choose other keys, so rows are compared with the softmax over the mask
     that the changed run reports, taken of the unchanged tensors. A pipeline with a grain must, at its multiples, give
@@ -133,13 +133,13 @@ def causal(trial: Trial) -> None:
     call, grain = trial.call, trial.pipeline.grain
     end = trial.offset + call.q.shape[2]
     middle = trial.offset + call.q.shape[2] // 2
-    cuts = {middle, end - 1, end} | ({end - 1 - (end - 1) % grain} if grain else set())
-    cuts = {cut for cut in cuts if trial.offset < cut < call.kv_len}
+    changing = {middle} | ({end - 1 - (end - 1) % grain} if grain else set())
+    cuts = {cut for cut in changing | {end - 1, end} if trial.offset < cut < call.kv_len}
     if not cuts:
         raise NotApplicableError("no row of the call has a future key")
     for cut in sorted(cuts):
         rows = slice(0, cut - trial.offset)
-        for name, value in (("changed", None), ("NaN", torch.nan)):
+        for name, value in [("changed", None)] * (cut in changing) + [("NaN", torch.nan)]:
             changed = _after(call, cut, trial.offset, value)
             result = trial.run(changed)
             what = f"rows before token {cut} with everything after it {name}"
@@ -165,13 +165,14 @@ def _after(call: AttentionCall, cut: int, offset: int, value: float | None) -> A
 def unselected_nan(trial: Trial) -> None:
     """NaN in a key and its value reaches no row that does not select the key; NaN in a query reaches no other row."""
     call, kv_len = trial.call, trial.call.kv_len
-    for key in sorted({kv_len // 7, kv_len // 3, kv_len // 2, (3 * kv_len) // 4}):
+    for keys in ([kv_len // 7, kv_len // 2], [kv_len // 3, (3 * kv_len) // 4]):
         k, v = call.k.clone(), call.v.clone()
-        k[:, :, key], v[:, :, key] = torch.nan, torch.nan
+        k[:, :, keys], v[:, :, keys] = torch.nan, torch.nan
         poisoned = evolve(call, k=k, v=v)
         result = trial.run(poisoned)
         keep = computed(poisoned, result)
-        _others(trial, result, keep, ~keep[..., key], f"rows that leave out key {key}, which is NaN")
+        left_out = f"rows that leave out keys {keys[0]} and {keys[1]}, which are NaN"
+        _others(trial, result, keep, ~keep[..., keys].any(-1), left_out)
     row = call.q.shape[2] // 2
     q = call.q.clone()
     q[:, :, row] = torch.nan

@@ -32,7 +32,7 @@ class NotApplicableError(Exception):
 
 @frozen
 class Subject:
-    """What is put through the laws: a sparse pipeline, and the same where it keeps everything, if that is known."""
+    """The subject of the laws: a sparse pipeline, and the same where it keeps everything, if that is known."""
 
     name: str
     sparse: Pipeline

@@ -106,7 +106,8 @@ REFINERS: tuple[Any, ...] = (
 )
 
 
-@pytest.mark.parametrize("refiner", REFINERS, ids=lambda one: type(one).__name__)
+# Dense rows and budgets: tests/property/test_hybrids.py.
+@pytest.mark.parametrize("refiner", REFINERS[:5], ids=lambda one: type(one).__name__)
 @pytest.mark.parametrize("method", few_of(["anchor-attention", "vertical-slash"], ["anchor-attention"]))
 def test_every_refiner_keeps_the_contracts_of_a_method(method: str, refiner: Any) -> None:
     built = sp.build(method, **sp.default_registry().get(method).small)

@@ -229,7 +229,7 @@ def bound_of(below_ptr, b):
 
 @triton.jit
 def wanted(s, m, bound, real):
-    """Whether some real row wants a step: its largest logit does not lie `bound` below its maximum so far.
+    """True if some real row wants a step: its largest logit does not lie `bound` below its maximum so far.
 
     s [M, N]: base-2 logits, -inf where a row may not see a key. m [M]. One comparison decides it all: a row without a
     maximum yet (-inf) wants every step, and so does everybody where the bound is -inf.
@@ -321,5 +321,5 @@ def skim_tiles(
 
 @triton.jit
 def pairs_of(keep, real):
-    """How many pairs [M, N] of real rows there are."""
+    """The number of pairs [M, N] of real rows."""
     return tl.sum(tl.sum((keep & real[:, None]).to(tl.int32), 1), 0)

@@ -46,12 +46,12 @@ EXACTLY = Wanted()
 
 
 def interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter (TRITON_INTERPRET=1 before the kernels were imported)."""
+    """True if kernels run in Triton's interpreter (TRITON_INTERPRET=1 before the kernels were imported)."""
     return not isinstance(sparse_attention_fwd_kernel, triton.runtime.jit.JITFunction)
 
 
 def shares(call: AttentionCall, mask: SparseMask) -> bool:
-    """Whether the kernel that serves the call may serve other requests in the same launch: it reads pages where they
+    """True if the kernel that serves the call may serve other requests in the same launch: it reads pages where they
     stand."""
     choice = choose(call, mask, EXACTLY)
     return choice.family.features.requests and choice.call.pages is call.pages

@@ -62,7 +62,7 @@ def row(capability: Capability) -> Chip:
 
 
 def amd(device: torch.device) -> bool:
-    """Whether a GPU is AMD's."""
+    """True if a GPU is AMD's."""
     return device_type(device) == "rocm"
 
 

@@ -36,7 +36,7 @@ def square(*dims: int) -> frozenset[tuple[int, int]]:
 
 @frozen(kw_only=True)
 class Wanted:
-    """What a launch is asked for beside attention over a mask.
+    """Wishes to a launch beside attention over a mask.
 
     precision: "call" for that of the call, or a reduced one. bound: error up to which a head is computed in that (see
     `plan.Rounding`). skips: steps may be left out (`Plan.skip_below`). carry: a softmax is resumed. state: the softmax
@@ -63,7 +63,7 @@ class Wanted:
 
 @frozen(kw_only=True)
 class Features:
-    """What a kernel does. A call that needs more is refused for it, before the kernel's own objections are asked.
+    """The abilities of a kernel. A call that needs more is refused for it, before the kernel's own objections are asked.
 
     dtypes: of q. dims: head dimensions, those of q and k beside those of the values. widths: keys of a column of the
     mask; None for any, empty where masks must be of tiles alone. precisions: of `Wanted.precision`. votes: leaves out
@@ -87,7 +87,7 @@ class Features:
     sinks: bool = False
 
     def lacking(self, call: AttentionCall, mask: SparseMask, wanted: Wanted) -> str | None:
-        """What the call needs that the kernel does not have; None where it has all."""
+        """The need of the call that the kernel does not meet; None where it has all."""
         dims = (call.q.shape[-1], call.value_dim)
         if call.q.dtype not in self.dtypes or dims not in self.dims:
             values = "" if dims[0] == dims[1] else f", {dims[1]} for values"
@@ -131,7 +131,7 @@ class Job:
 
 @frozen(eq=False, kw_only=True)
 class Launched:
-    """What a launch leaves beside its outputs. Nothing of it is read from the device.
+    """Things that a launch leaves beside its outputs. Nothing of it is read from the device.
 
     nonfinite: int8 ``[B * Hq * query blocks]``, 1 where a sum of the block is NaN or infinite; those blocks are computed
     again, with care for keys that a row may not see. None where the kernel does not tell: its output is looked at, unless

@@ -38,7 +38,7 @@ BLOCK_N = {64: 128, 128: 128, 256: 64}
 REGISTERS = (216, 48, 32)
 """Per thread of the consumers, the producer and the scheduler: 216 + 216 + 48 + 32 is a multiprocessor's share."""
 DEFER = True
-"""Whether values of tiles wait for the votes, where steps may be left out. They are as many bytes as the keys."""
+"""Values of tiles wait for the votes, where steps may be left out: they are as many bytes as the keys."""
 CONVERTING = (192, 96, 32)
 """The same where the producer converts what an fp8 cache holds."""
 STAGES_FP8, AHEAD = {64: 4, 128: 2, 256: 2}, {64: 2, 128: 2, 256: 1}
@@ -87,7 +87,7 @@ def objection(call: AttentionCall, mask: SparseMask, wanted: Wanted) -> str | No
 
 
 def copied(call: AttentionCall, mask: SparseMask, wanted: Wanted) -> bool:
-    """Whether the kernel serves a copy of the call's pages, which may be copied: pages that it does not read, or reads
+    """True if the kernel serves a copy of the call's pages, which may be copied: pages that it does not read, or reads
     more slowly than a copy."""
     if _shape_objection(call, mask) is not None:
         return False
@@ -121,7 +121,7 @@ def _pages_objection(call: AttentionCall, pages: Pages, skips: bool) -> str | No
 
 
 def better_copied(call: AttentionCall, mask: SparseMask) -> bool:
-    """Whether a copy of K and V serves the call sooner than their pages, and is not too large: where keys are read often.
+    """True if a copy of K and V serves the call sooner than their pages, and is not too large: where keys are read often.
 
     That goes for tiles of long prompts, in pages that take several loads a step; rows of stripes are gathered one by one
     from wherever they stand. Of an fp8 cache it goes for both, since each read converts.
@@ -290,7 +290,7 @@ def _items(own: tuple[int, ...], blocks: int, heads: int, device: torch.device) 
 
 
 def _uneven(mask: SparseMask, blocks: int) -> bool:
-    """Whether a mask's query blocks differ in length so that their order matters. blocks: of one head."""
+    """True if a mask's query blocks differ in length so that their order matters. blocks: of one head."""
     alike = mask.stripes is None and (mask.tiles is None or mask.tiles.same_heads)
     return not alike and blocks <= FEW_BLOCKS and mask.geometry.kv_len >= 2 * mask.geometry.q_len
 
@@ -341,5 +341,5 @@ def page_strides(x: Tensor) -> tuple[int, int, int]:
 
 
 def _specialised(x: Tensor) -> bool:
-    """Whether the compiler learns that rows are aligned: it is told of strides that are multiples of 16, not of 8."""
+    """True if the compiler learns that rows are aligned: it is told of strides that are multiples of 16, not of 8."""
     return all(stride % 16 == 0 for stride in strides(x))

@@ -30,7 +30,7 @@ def weigh(s, top, m, l, scale):
 
 @gluon.jit
 def judge(s, m, bound, real, ring, skip, stage, NUMBER: gl.constexpr, scale):
-    """Whether some row of the warpgroup wants the step, told to the producer if it waits for that; scaled row maxima.
+    """True if some row of the warpgroup wants the step, told to the producer if it waits for that; scaled row maxima.
 
     A row without a maximum yet (-inf) wants every step, and so does everybody where `bound` is -inf: one comparison.
     """

@@ -72,7 +72,7 @@ def _bound(total, top, share_bits):
 
 @triton.jit
 def _within(mass, count, bound, least, most, BOUNDED: tl.constexpr):
-    """Whether an entry is kept that has this mass and this many entries before it."""
+    """True if an entry is kept that has this mass and this many entries before it."""
     keep = mass < bound
     if BOUNDED:
         keep = (count < most) & (keep | (count < least))
