@@ -65,6 +65,12 @@ class Question:
         words = re.findall(r"\w+", found)
         return bool(words) and words[0] == self.answer.strip()
 
+    def clear(self, text: str) -> bool:
+        """Whether its cue stands in a text, and nothing but its answer behind it."""
+        cue = self.text.strip()
+        behind = [text.startswith(self.answer, one.end()) for one in re.finditer(re.escape(cue), text)]
+        return bool(behind) and all(behind)
+
 
 @frozen
 class Turn:
@@ -131,17 +137,26 @@ def script_of(
         most = max(most, prefix + sum(lengths))
         sizes = [max(1, round(one / rates[kind])) for one in lengths]
         (own,) = built_in(cutter, sum(sizes), 1, 1000 * seed + index + 1, (kind,))
-        made.append(_session(cutter, own, sizes, known, questions, rng))
+        made.append(_session(cutter, cutter.text(shared.ids), own, sizes, known, questions, rng))
     settings = {"prefix": prefix, "turn": [*turn], "turns": turns, "sessions": sessions, "questions": questions}
     return Script(cutter.text(shared.ids), tuple(made), most, {**settings, "seed": seed, "tokens_per_word": dict(rates)})
 
 
 def _session(
-    cutter: Pieces, own: Prompt, sizes: Sequence[int], known: Sequence[Question], questions: int, rng: random.Random
+    cutter: Pieces,
+    text: str,
+    own: Prompt,
+    sizes: Sequence[int],
+    known: Sequence[Question],
+    questions: int,
+    rng: random.Random,
 ) -> tuple[Turn, ...]:
+    """The turns of a session. text, known: the prefix, and what can be asked about it."""
     pool, turns, first, asked = list(known), [], 0, rng.randrange(2)
     for size in sizes:
         last = first + size
+        text += (added := "\n" + cutter.text(own.ids[first:last]))
+        pool = [one for one in pool if one.clear(text)]
         chosen: list[Question] = []
         for _ in range(questions):
             kind = ("copies", "facts")[asked % 2]
@@ -149,7 +164,7 @@ def _session(
             left = [one for one in pool if one not in chosen]
             if left:
                 chosen.append(rng.choice([one for one in left if one.kind == kind] or left))
-        turns.append(Turn("\n" + cutter.text(own.ids[first:last]), tuple(chosen)))
+        turns.append(Turn(added, tuple(chosen)))
         pool += _questions(cutter, own, first, last)
         first = last
     return tuple(turns)
