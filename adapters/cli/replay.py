@@ -124,15 +124,14 @@ def replay(
                     "turns": [one.figures for one in beside_rows],
                 },
                 **{"errors": _errors(run), "remarks": remarks},
-                "requests": [
-                    {**one, "answer": None if one["answer"] is None else one["answer"]} for one in run.plain["asked"]
-                ],
+                "requests": run.plain["asked"],
             }
         )
     else:
         title = f"{server.model} at {url}: {len(script.sessions)} sessions, up to {script.tokens:,} tokens"
         title += "" if reference is None else f"; reference: {reference.model} at {reference.url}"
-        render.show(table_of(found, beside_rows, title, remarks))
+        cold = not any(one.warm for one in (run, reference) if one is not None)
+        render.show(table_of(found, beside_rows, title, remarks, cold=cold))
     failed = bool(_errors(run) or (beside is not None and reference is not None and _errors(reference)))
     stop.end(done, expected, "requests", failed=failed)
 
@@ -144,8 +143,10 @@ def run_of(server: Server, asked: Sequence[Any], hits: tuple[float, float] | Non
     return Run(server.url, server.model, tuple(asked), hits)
 
 
-def table_of(found: Sequence[Row], reference: Sequence[Row], title: str, remarks: Sequence[str]) -> render.Table:
-    """A row for each turn, beside the reference's where there is one."""
+def table_of(
+    found: Sequence[Row], reference: Sequence[Row], title: str, remarks: Sequence[str], *, cold: bool
+) -> render.Table:
+    """A row for each turn, beside the reference's where there is one. cold: whether their times may be compared."""
     from ..replay.play import quantile
 
     other = {one.title: one for one in reference}
@@ -158,10 +159,8 @@ def table_of(found: Sequence[Row], reference: Sequence[Row], title: str, remarks
         return cell
 
     def faster(row: Row) -> str:
-        mine, theirs = (
-            quantile(one.times, 0.5) if one is not None else None for one in (row, other.get(row.title))
-        )
-        return f"{theirs / mine:.2f}" if mine and theirs else ""
+        mine, theirs = (quantile(one.times, 0.5) if one is not None else None for one in (row, other.get(row.title)))
+        return f"{theirs / mine:.2f}" if cold and mine and theirs else ""
 
     def theirs(kind: str) -> Callable[[Row], str]:
         def cell(row: Row) -> str:
@@ -316,19 +315,18 @@ def _remarks(run: Run, reference: Run | None, server: Server, guessed: bool, *, 
         answers = [each.answer for each in one.asked if each.answer is not None]
         if one.hits is not None and one.hits[1]:
             made.append(
-                f"{name}the server's own counters: {one.hits[0]:,.0f} of {one.hits[1]:,.0f} tokens came from its prefix "
-                "cache while this ran, other requests among them"
+                f"{name}the server's own counters: {one.hits[0]:,.0f} of {one.hits[1]:,.0f} tokens came from its "
+                "prefix cache while this ran, other requests among them"
             )
         elif answers and all(each.cached is None for each in answers):
             made.append(
                 f"{name}the server does not say what was cached: start vLLM with --enable-prompt-tokens-details, "
                 "SGLang with --enable-cache-report or --enable-metrics"
             )
-        first = next((each.answer for each in one.asked if each.turn == 0), None)
-        if first is not None and first.cached and first.prompt and first.cached > first.prompt // 2:
+        if one.warm:
             made.append(
-                f"{name}the prefix was in the server's cache before this began ({first.cached:,} of {first.prompt:,} "
-                "tokens), so times are those of a second run: pass another --seed, or empty the cache"
+                f"{name}the prefix was in the server's cache before this began, so times are those of a second run and "
+                "no speed-up is shown: pass another --seed, or empty the cache"
             )
     if guessed:
         made.append("the server sends no usage: lengths are guessed, at 4 characters a token")

@@ -71,7 +71,7 @@ class Server:
         return found
 
     def cache(self) -> tuple[float, float] | None:
-        """Tokens that its prefix cache had, and that were looked up in it, since it started; None if it does not say."""
+        """Tokens that its prefix cache had and that were looked up in it since it started; None if it does not say."""
         try:
             status, data = self._whole("GET", "/metrics")
         except ServerError:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from attrs import asdict, field, frozen
+from attrs import asdict, frozen
 
 from sparseprefill.errors import ParameterError
 
@@ -64,6 +64,14 @@ class Run:
             return cls(str(found["url"]), str(found["model"]), asked)
         except (KeyError, TypeError, ValueError) as error:
             raise ParameterError(f"run is not what a replay records ({error!r}): record it anew") from error
+
+    @property
+    def warm(self) -> bool:
+        """Whether the prefix was in the server's cache before the run began, as far as the server says."""
+        first = next((one.answer for one in self.asked if one.turn == 0), None)
+        return (
+            first is not None and bool(first.cached and first.prompt) and 2 * (first.cached or 0) > (first.prompt or 0)
+        )
 
     @property
     def by_place(self) -> Mapping[tuple[int, int, int], Asked]:

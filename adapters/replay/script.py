@@ -138,8 +138,16 @@ def script_of(
         sizes = [max(1, round(one / rates[kind])) for one in lengths]
         (own,) = built_in(cutter, sum(sizes), 1, 1000 * seed + index + 1, (kind,))
         made.append(_session(cutter, cutter.text(shared.ids), own, sizes, known, questions, rng))
-    settings = {"prefix": prefix, "turn": [*turn], "turns": turns, "sessions": sessions, "questions": questions}
-    return Script(cutter.text(shared.ids), tuple(made), most, {**settings, "seed": seed, "tokens_per_word": dict(rates)})
+    settings: dict[str, Any] = {
+        "prefix": prefix,
+        "turn": [*turn],
+        "turns": turns,
+        "sessions": sessions,
+        "questions": questions,
+    }
+    return Script(
+        cutter.text(shared.ids), tuple(made), most, {**settings, "seed": seed, "tokens_per_word": dict(rates)}
+    )
 
 
 def _session(
