@@ -140,7 +140,8 @@ class Server:
 
 
 def _streamed(answer: http.client.HTTPResponse, began: float, url: str) -> Answer:
-    text, first, pieces, done, usage = "", None, 0, False, {}
+    text, first, pieces, done = "", None, 0, False
+    usage: Mapping[str, Any] = {}
     for event in _events(answer):
         if event == "[DONE]":
             done = True
