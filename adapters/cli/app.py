@@ -8,8 +8,8 @@ from importlib.util import find_spec
 from sparseprefill.errors import extra
 
 NEEDED = ("typer", "rich", "matplotlib", "jinja2")
-LIGHT = ("vllm-report", "vllm-check", "sglang-report")
-"""Commands for servers: they draw nothing."""
+LIGHT = {"vllm-report": "vllm", "vllm-check": "vllm", "sglang-report": "sglang", "replay": "cli"}
+"""Commands for servers, which draw nothing, and the extra that each needs."""
 
 
 def main() -> None:
@@ -17,7 +17,7 @@ def main() -> None:
     light = sys.argv[1:2] and sys.argv[1] in LIGHT
     lacking = [name for name in (NEEDED[:2] if light else NEEDED) if find_spec(name) is None]
     if lacking:
-        wanted = sys.argv[1].partition("-")[0] if light else "cli"
+        wanted = LIGHT[sys.argv[1]] if light else "cli"
         sys.exit(f"error: the command line needs {', '.join(lacking)}: {extra(wanted)}")
     from .commands import app
 

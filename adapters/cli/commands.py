@@ -13,13 +13,13 @@ import typer
 
 from sparseprefill import __version__
 
-from . import attempt, calibrate, catalog, compare, demo, evaluate, fit, new, servers
+from . import attempt, calibrate, catalog, compare, demo, evaluate, fit, new, replay, servers
 from .tables import WithTables, short
 
 COMMANDS = (
     *(attempt.try_, demo.demo, compare.compare, fit.fit, evaluate.evaluate, calibrate.calibrate),
     *(catalog.methods, catalog.show, catalog.plugins, new.new),
-    *(servers.vllm_check, servers.vllm_report, servers.sglang_report),
+    *(replay.replay, servers.vllm_check, servers.vllm_report, servers.sglang_report),
 )
 """In the order of the help text; a command is called as its function is, `try` as `try_`."""
 

@@ -20,7 +20,8 @@ from .options import Json, finite
 
 VLLM, SGLANG = "http://127.0.0.1:8000", "http://127.0.0.1:30000"
 """Where the servers listen unless told otherwise."""
-NEEDED = "VLLM_SERVER_DEV_MODE=1"
+NEEDED = "VLLM_PLUGINS=sparseprefill"
+"""What opens our own endpoint; vLLM without endpoint plugins has another, in development mode."""
 EXTENSION = "sparseprefill.adapters.vllm.worker.ReportExtension"
 TABLE = "sparseprefill"
 """The key of our table in vLLM's additional configuration, and of our reports in SGLang's answer."""
@@ -74,18 +75,33 @@ def vllm_report(
     json: Json = False,
 ) -> None:
     """Print the report of a running vLLM server: what each layer did, its density, and why calls ran dense."""
-    path = "/collective_rpc"
+    from ..vllm.endpoint import ROUTE
+    from ..vllm.plugin import VARIABLE, excluded
 
     def refused(status: int) -> str:
         if status in (404, 405):
-            return f"has no {path}: start the server with {NEEDED} in its environment"
+            raise _AbsentError
         return f"answers with {status}: start the server with --worker-extension-cls {EXTENSION}; its log says more"
 
-    from ..vllm.plugin import VARIABLE, excluded
-
-    found = _ask(url, path, {"method": "sparseprefill_report", "timeout": timeout}, timeout, VLLM, refused)
+    try:
+        found = _ask(url, ROUTE, None, timeout, VLLM, refused)
+        if "results" not in found:  # an answer for every path is none
+            raise _AbsentError
+    except _AbsentError:
+        body = {"method": "sparseprefill_report", "timeout": timeout}
+        try:
+            found = _ask(url, "/collective_rpc", body, timeout, VLLM, refused)
+        except _AbsentError as error:
+            raise CommandError(
+                f"{url} has no {ROUTE}: start the server with {NEEDED} in its environment (and with the other plugins "
+                "that it needs, behind a comma); a vLLM without endpoint plugins with VLLM_SERVER_DEV_MODE=1"
+            ) from error
     start = '--attention-backend CUSTOM and --additional-config \'{"sparseprefill": {"method": ...}}\''
     _show(url, found.get("results"), "vLLM", f"{start}; {_loading(VARIABLE, excluded())}", json)
+
+
+class _AbsentError(Exception):
+    """A server has no such path."""
 
 
 def sglang_report(

@@ -422,7 +422,7 @@ main()
     assert command in done.stdout
     lacking = code.format(lacking=("rich",))
     done = subprocess.run([sys.executable, "-c", lacking], capture_output=True, text=True, check=False)
-    extra = command.partition("-")[0]
+    extra = start.LIGHT[command]
     assert (
         done.stderr == f'error: the command line needs rich: pip install -e ".[{extra}]" in a clone of sparseprefill\n'
     )

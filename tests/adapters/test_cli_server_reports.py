@@ -21,7 +21,7 @@ ANSWERS: dict[str, Any] = {
     SGLANG: {"internal_states": [{"sparseprefill": [REPORT]}]},
 }
 ASKED: dict[str, list[tuple[str, Any]]] = {
-    VLLM: [("/collective_rpc", {"method": "sparseprefill_report", "timeout": 30.0})],
+    VLLM: [("/sparseprefill/report", None)],
     SGLANG: [("/server_info", None)],
 }
 both = pytest.mark.parametrize("command", [VLLM, SGLANG])
@@ -32,6 +32,7 @@ class Server:
 
     def __init__(self) -> None:
         self.status, self.body, self.asked = 200, "", list[tuple[str, Any]]()
+        self.absent: tuple[str, ...] = ()
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -44,7 +45,7 @@ class Server:
 
             def answer(self, given: Any) -> None:
                 outer.asked.append((self.path, given))
-                self.send_response(outer.status)
+                self.send_response(404 if self.path in outer.absent else outer.status)
                 self.end_headers()
                 self.wfile.write(outer.body.encode())
 
@@ -75,6 +76,12 @@ def test_the_report_is_printed(server: Server, command: str) -> None:
     assert ASKED[command] == server.asked
 
 
+def test_a_vllm_without_endpoint_plugins(server: Server) -> None:
+    server.body, server.absent = json.dumps(ANSWERS[VLLM]), ("/sparseprefill/report",)
+    assert "streaming on M\n" in invoke(VLLM, server.url).stdout
+    assert ("/collective_rpc", {"method": "sparseprefill_report", "timeout": 30.0}) == server.asked[-1]
+
+
 def test_every_worker_is_named(server: Server) -> None:
     server.body = json.dumps({"results": [{**REPORT, "profiles": {}}, {"worker": "1", "text": "more"}]})
     lines = invoke(VLLM, server.url).stdout.splitlines()
@@ -90,7 +97,7 @@ def test_as_json(server: Server, command: str) -> None:
 @pytest.mark.parametrize(
     ("command", "status", "body", "words"),
     [
-        (VLLM, 404, "{}", "has no /collective_rpc: start the server with VLLM_SERVER_DEV_MODE=1"),
+        (VLLM, 404, "{}", "has no /sparseprefill/report: start the server with VLLM_PLUGINS=sparseprefill"),
         (VLLM, 500, "{}", "--worker-extension-cls sparseprefill.adapters.vllm.worker.ReportExtension"),
         (VLLM, 401, "{}", "refuses to answer (401)"),
         (

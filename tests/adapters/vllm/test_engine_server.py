@@ -69,7 +69,7 @@ def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
     """In the environment that a test asks for; by default one in which it can be asked everything."""
     model = models.save("llama", tmp_path / "llama")
     (tmp_path / "metrics").mkdir()
-    more = {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path / "metrics"), "VLLM_SERVER_DEV_MODE": "1"}
+    more = {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path / "metrics"), "VLLM_PLUGINS": "sparseprefill"}
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -148,7 +148,7 @@ def test_what_a_server_was_not_started_with_is_said(server: Server) -> None:
     assert "set PROMETHEUS_MULTIPROC_DIR to an empty folder before it starts" in server.log.read_text()
     told = invoke("vllm-report", server.url)
     assert 1 == told.exit_code
-    assert "start the server with VLLM_SERVER_DEV_MODE=1" in told.stderr
+    assert "start the server with VLLM_PLUGINS=sparseprefill" in told.stderr
 
 
 def value(metrics: str, series: str, **labels: str) -> float:

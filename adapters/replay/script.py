@@ -1,0 +1,202 @@
+"""Texts of a replay: a prefix that all sessions share, and the turns of each session with questions at their ends.
+
+Texts are cut in words, so that no tokenizer is needed; a server's `usage` says how many tokens a word has.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from attrs import asdict, define, field, frozen
+
+from sparseprefill.errors import ParameterError
+
+from ..evaluation.prompts import Prompt, Span
+from ..evaluation.texts import CUE, built_in
+
+KINDS = ("code", "docs", "records")
+"""Kinds of text that every Python has: the prefix is of the first, sessions are of all in turn."""
+PIECE = re.compile(r"\s*(?:\w+|[^\w\s])|\s+$")
+
+
+@define
+class Pieces:
+    """A tokenizer whose tokens are words and signs, each with the space before it; what is not ASCII is left out."""
+
+    is_fast = True
+    known: dict[str, int] = field(factory=dict, init=False)
+    texts: list[str] = field(factory=list, init=False)
+
+    def __call__(self, text: str, **_: Any) -> Mapping[str, Any]:
+        """The pieces of a text, and where they stand in it."""
+        found = [*PIECE.finditer(text.encode("ascii", "ignore").decode())]
+        return {
+            "input_ids": [self._number(one[0]) for one in found],
+            "offset_mapping": [one.span() for one in found],
+        }
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of some pieces."""
+        return "".join(self.texts[one] for one in ids)
+
+    def _number(self, piece: str) -> int:
+        if piece not in self.known:
+            self.known[piece] = len(self.texts)
+            self.texts.append(piece)
+        return self.known[piece]
+
+
+@frozen
+class Question:
+    """A cue behind a turn, and what the text says follows it. kind: copies, a passage; or facts, a value."""
+
+    kind: str
+    text: str
+    answer: str
+
+    def right(self, found: str) -> bool:
+        """Whether a server's text answers it: the passage, as far as both go, or the value as the first word."""
+        if self.kind == "copies":
+            said, wanted = found.strip(), self.answer.strip()
+            return bool(said) and (wanted.startswith(said) or said.startswith(wanted))
+        words = re.findall(r"\w+", found)
+        return bool(words) and words[0] == self.answer.strip()
+
+    def clear(self, text: str) -> bool:
+        """Whether its cue stands in a text, and nothing but its answer behind it."""
+        cue = self.text.strip()
+        behind = [text.startswith(self.answer, one.end()) for one in re.finditer(re.escape(cue), text)]
+        return bool(behind) and all(behind)
+
+
+@frozen
+class Turn:
+    """What a session appends, and what it then asks; the first question and its right answer stay in the session."""
+
+    text: str
+    questions: tuple[Question, ...] = ()
+
+
+@frozen
+class Script:
+    """All that a replay sends. prefix: of every session. sessions: their turns. tokens: about so many in the longest
+    session. settings: how it was made."""
+
+    prefix: str
+    sessions: tuple[tuple[Turn, ...], ...]
+    tokens: int
+    settings: Mapping[str, Any] = field(factory=dict)
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """As JSON holds it; `of` reads it."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, found: Any) -> Script:
+        """The script in a record; ParameterError where it is none."""
+        try:
+            sessions = tuple(
+                tuple(Turn(str(turn["text"]), tuple(Question(**one) for one in turn["questions"])) for turn in session)
+                for session in found["sessions"]
+            )
+            return cls(str(found["prefix"]), sessions, int(found["tokens"]), dict(found["settings"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ParameterError(f"script is not what a replay records ({error!r}): record it anew") from error
+
+
+def sample(kind: str, pieces: int, seed: int) -> str:
+    """Natural text of a kind, to count its tokens on."""
+    cutter = Pieces()
+    (made,) = built_in(cutter, pieces, 1, seed, (kind,), copies=0, facts=0)
+    return cutter.text(made.ids)
+
+
+def script_of(
+    prefix: int, turn: tuple[int, int], turns: int, sessions: int, questions: int, seed: int, rates: Mapping[str, float]
+) -> Script:
+    """Make the texts.
+
+    prefix: tokens of the text that all share. turn: fewest and most tokens of a turn; how many is drawn. questions: at
+    the end of each turn, copies and facts alternating, about what stands at least a turn above. rates: tokens of a
+    piece, by kind of text. Raises ParameterError where the prefix has no room for anything to ask about.
+    """
+    cutter = Pieces()
+    (shared,) = built_in(cutter, round(prefix / rates[KINDS[0]]), 1, 1000 * seed, KINDS[:1])
+    known = _questions(cutter, shared, 0, len(shared.ids))
+    if not known:
+        raise ParameterError(f"prefix is {prefix}: it has no room for passages and facts; pass {2 * prefix} or more")
+    made, most = [], 0
+    for index in range(sessions):
+        kind = KINDS[index % len(KINDS)]
+        rng = random.Random(f"replay/{seed}/{index}")
+        lengths = [rng.randint(*turn) for _ in range(turns)]
+        most = max(most, prefix + sum(lengths))
+        sizes = [max(1, round(one / rates[kind])) for one in lengths]
+        (own,) = built_in(cutter, sum(sizes), 1, 1000 * seed + index + 1, (kind,))
+        made.append(_session(cutter, cutter.text(shared.ids), own, sizes, known, questions, rng))
+    settings: dict[str, Any] = {
+        "prefix": prefix,
+        "turn": [*turn],
+        "turns": turns,
+        "sessions": sessions,
+        "questions": questions,
+    }
+    return Script(
+        cutter.text(shared.ids), tuple(made), most, {**settings, "seed": seed, "tokens_per_word": dict(rates)}
+    )
+
+
+def _session(
+    cutter: Pieces,
+    text: str,
+    own: Prompt,
+    sizes: Sequence[int],
+    known: Sequence[Question],
+    questions: int,
+    rng: random.Random,
+) -> tuple[Turn, ...]:
+    """The turns of a session. text, known: the prefix, and what can be asked about it."""
+    pool, turns, first, asked = list(known), [], 0, rng.randrange(2)
+    for size in sizes:
+        last = first + size
+        text += (added := "\n" + cutter.text(own.ids[first:last]))
+        pool = [one for one in pool if one.clear(text)]
+        chosen: list[Question] = []
+        for _ in range(questions):
+            kind = ("copies", "facts")[asked % 2]
+            asked += 1
+            left = [one for one in pool if one not in chosen]
+            if left:
+                chosen.append(rng.choice([one for one in left if one.kind == kind] or left))
+        turns.append(Turn(added, tuple(chosen)))
+        pool += _questions(cutter, own, first, last)
+        first = last
+    return tuple(turns)
+
+
+def _questions(cutter: Pieces, prompt: Prompt, first: int, last: int) -> list[Question]:
+    """What can be asked about what stands between two pieces of a text."""
+    spans = [(one, _start(cutter, prompt, one)) for one in (*prompt.copies, *prompt.inside)]
+    return [
+        Question(
+            one.family,
+            "\n" + cutter.text(prompt.ids[start : one.first]).lstrip(),
+            cutter.text(prompt.ids[one.first : one.last]),
+        )
+        for one, start in spans
+        if first <= start and one.last <= last
+    ]
+
+
+def _start(cutter: Pieces, prompt: Prompt, span: Span) -> int:
+    """Where the cue of an answer begins: its first words, or its line."""
+    if span.family == "copies":
+        return span.first - CUE
+    at = span.first - 1
+    while at and "\n" not in cutter.texts[prompt.ids[at]]:
+        at -= 1
+    return at
