@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from attrs import frozen
+from sparseprefill.plugins.libraries.causal import causal
 from torch import Tensor
 
 from experiments.bench.baseline import APART, FLASH4, dense_of
@@ -21,8 +22,6 @@ from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.plan import Plan
-
-from .causal import causal
 
 OURS = "sparseprefill"
 FP8_APART = 0.1
