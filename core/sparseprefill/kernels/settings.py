@@ -54,7 +54,11 @@ def settings(chip: Chip, block_d: int, itemsize: int, tile_q: int, tile_k: int) 
             raise UnsupportedCallError([f"Triton executor: mask {name} is {tile}; use a power of two >= {SMALLEST}"])
     wide, full_precision, large = block_d > 128, itemsize == 4, chip.large
     if block_d > HALVES_ALONE:
-        return _widest(large, full_precision, tile_q, tile_k)
+        # 32 rows: with 64, whose products are wgmma, registers spill (compiled for 9.0 and 8.6, not measured).
+        return Settings(min(tile_q, 32), min(tile_k, 32 if large else 16), 8, 2, tma=large)
+    if wide and not large:
+        # What fits into 99 KB; in 16 bits no register spills (compiled for 8.6, not measured).
+        return Settings(min(tile_q, 32 if full_precision else 64), min(tile_k, 16), 8, 2)
     block_m = min(tile_q, 64 if full_precision else 128)
     block_n = min(tile_k, (16 if wide else 32) if full_precision else (32 if wide else 64))
     # Two programs per multiprocessor decide on an H100: 8 warps with at most 128 registers, 3 stages within 114 KB.
@@ -62,15 +66,6 @@ def settings(chip: Chip, block_d: int, itemsize: int, tile_q: int, tile_k: int) 
     warps = 8 if block_m == 128 and (wide or pair) else 4
     stages = 2 if full_precision or wide or not large else 3
     return Settings(block_m, block_n, warps, stages, tma=large, maxnreg=chip.registers if pair else None)
-
-
-def _widest(large: bool, full_precision: bool, tile_q: int, tile_k: int) -> Settings:
-    """For 512 dimensions, of which 64 rows fill the registers of 8 warps; read, not measured."""
-    block_m, block_n = (64, 32) if large else (32, 16)
-    if full_precision:
-        block_m, block_n = block_m // 2, 16
-    block_m = min(tile_q, block_m)
-    return Settings(block_m, min(tile_k, block_n), 8 if block_m == 64 else 4, 2, tma=large)
 
 
 def cdiv(x: int, y: int) -> int:
