@@ -9,19 +9,21 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from sparseprefill.errors import extra
+
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
     from sparseprefill.kernels.family.record import Job
 
 
 @cache
-def missing(package: str, extra: str) -> str | None:
-    """A reason where a package is not installed, and how to get it; nothing is imported but the package above it."""
+def missing(package: str, name: str) -> str | None:
+    """A reason where a package is not installed, and the extra that has it; imports nothing but the package above it."""
     try:
         there = find_spec(package) is not None
     except (ImportError, ValueError):  # the package above it is not there, or fails itself
         there = False
-    return None if there else f"{package} is not installed: pip install 'sparseprefill[{extra}]'"
+    return None if there else f"{package} is not installed: {extra(name)}"
 
 
 def rows_reach_the_end(call: AttentionCall) -> str | None:

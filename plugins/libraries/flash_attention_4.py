@@ -1,4 +1,4 @@
-"""FlashAttention-4's block-sparse forward (``flash_attn.cute``, package flash-attn-4) for Hopper and Blackwell.
+"""FlashAttention-4's block-sparse forward (``flash_attn.cute``, package flash-attn-4), from capability 9.0.
 
 The lists are `SparseMask.to_fa4`'s: blocks that a query block sees whole, and blocks that causality cuts, in which a
 function decides. Source: flash_attn/cute/interface.py and block_sparsity.py of 4.0.0b36.
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from sparseprefill.mask.mask import SparseMask
 
 KEYS = 128
-"""Keys of a block: for each head dimension of the record, the tile that the library runs on Hopper."""
-ROWS, BLACKWELL_ROWS = 128, 256
-"""Query rows of which a block is a multiple. On Blackwell a program has two times 128."""
+"""Keys of a block: for each head dimension of the record, the tile that the library runs at capability 9.0."""
+ROWS, DOUBLE = 128, 256
+"""Query rows of which a block is a multiple. From capability 10.0 a program has two times 128."""
 
 
 def objection(call: AttentionCall, mask: SparseMask, wanted: Wanted) -> str | None:
@@ -30,8 +30,7 @@ def objection(call: AttentionCall, mask: SparseMask, wanted: Wanted) -> str | No
     reason = missing("flash_attn.cute", "flash-attention-4") or rows_reach_the_end(call)
     if reason is not None:
         return reason
-    blackwell = capability(call.q.device)[0] > 9 and call.q.shape[2] > ROWS
-    rows = BLACKWELL_ROWS if blackwell else ROWS
+    rows = DOUBLE if capability(call.q.device)[0] > 9 and call.q.shape[2] > ROWS else ROWS
     if mask.tile_k != KEYS or mask.tile_q % rows:
         return f"tiles of {mask.tile_q} x {mask.tile_k}; it takes {rows} x {KEYS} on this chip"
     if call.geometry.q_offset % mask.tile_q:
@@ -66,4 +65,4 @@ FLASH_ATTENTION_4 = Family(
     features=Features(dims=square(64, 96, 128) | {(192, 128)}),
     objection=objection,
 )
-"""Behind this library's own kernel on Hopper, in front of the portable one."""
+"""In front of the portable kernel, and behind those that are tuned for a chip."""

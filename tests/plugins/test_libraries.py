@@ -269,7 +269,7 @@ def test_what_a_launch_asks_beyond_attention_is_refused(family: Family) -> None:
     assert refused(family, given, mask) is None
 
 
-def test_on_blackwell_a_block_has_256_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_from_capability_10_a_block_has_256_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash_attention_4, "capability", lambda _: (10, 0))
     given, short = call(512, 512), call(100, 228)
     wanted = "tiles of 128 x 128; it takes 256 x 128 on this chip"
@@ -292,7 +292,7 @@ def test_what_is_not_installed_says_how_to_get_it(module: Any, monkeypatch: pyte
     monkeypatch.setattr(common, "find_spec", missing)
     common.missing.cache_clear()
     given = call()
-    wanted = f"{package} is not installed: pip install 'sparseprefill[{family.name}]'"
+    wanted = f'{package} is not installed: pip install -e ".[{family.name}]" in a clone of sparseprefill'
     assert refused(family, given, sp.SparseMask.full(given)) == wanted
     common.missing.cache_clear()
 

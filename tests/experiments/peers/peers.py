@@ -313,7 +313,7 @@ def _load(*modules: str) -> None:
 
 
 _FLASH4 = 'pip install --pre "flash-attn-4[cu13]"'
-_FLASHINFER = 'pip install "sparseprefill[flashinfer]"'
+_FLASHINFER = "pip install flashinfer-python"
 _CUDNN = 'pip install "nvidia-cudnn-frontend[cutedsl]"'
 _FLASH_SPARSE = (
     'pip install flash-sparse-attn "triton_kernels @ '
