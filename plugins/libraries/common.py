@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @cache
 def missing(package: str, name: str) -> str | None:
-    """A reason where a package is not installed, and the extra that has it; imports nothing but the package above it."""
+    """A reason where a package is not installed, and the extra that has it; imports the package above it alone."""
     try:
         there = find_spec(package) is not None
     except (ImportError, ValueError):  # the package above it is not there, or fails itself
