@@ -327,11 +327,13 @@ def test_the_library_itself_keeps_the_laws(name: str, monkeypatch: pytest.Monkey
         pytest.skip(f"{name} does not run on {chip}")
     for made in (causal, flashinfer._wrapper):
         made.cache_clear()
+    # From capability 10.0 FlashAttention-4 takes tiles of 128 rows where one program has them all.
+    lengths = ((1100, 1100), (300, 1068)) if chip[0] < 10 else ((100, 100), (100, 868))
     shape: dict[str, Any] = {"batch": 1, "heads": 4, "kv_heads": 4, "device": torch.device("cuda")}
     calls = []
     for dtype in (torch.float16, torch.bfloat16):
         for dim, values in sorted(family.features.dims):
-            for q_len, kv_len in ((1100, 1100), (300, 1068)):
+            for q_len, kv_len in lengths:
                 q, k, v = tensors("random", dtype=dtype, q_len=q_len, kv_len=kv_len, head_dim=dim, **shape)
                 calls.append(sp.AttentionCall(q, k, v[..., :values].contiguous()))
     report = check_kernel(family, calls=calls)
