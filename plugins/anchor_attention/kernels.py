@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sparseprefill.kernels.family.chips import Chip, chip
-from sparseprefill.kernels.settings import FUSED, Settings
+from sparseprefill.kernels.settings import FUSED, HALVES_ALONE, Settings
 from sparseprefill.kernels.source import Keys, strides
 from sparseprefill.kernels.steps import batch_row, factor, floor_div, load_rows, stored_rows
 
@@ -348,6 +348,8 @@ def settings(chip: Chip, block_d: int, itemsize: int) -> Settings:
 
     block_d: head dimension, rounded up to a power of two. itemsize: bytes per element of k.
     """
+    if block_d > HALVES_ALONE:
+        return Settings(64, 64, 4, 2, tma=True) if chip.large else Settings(32, 32, 4, 2)
     if not chip.large:
         return Settings(64, 64, 4, 2)
     if block_d > 128:

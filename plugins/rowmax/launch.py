@@ -15,6 +15,7 @@ from triton.errors import TritonError
 from sparseprefill.kernels.family.chips import NONE, Chip, chip
 from sparseprefill.kernels.settings import (
     FUSED,
+    HALVES_ALONE,
     Settings,
     block,
     cdiv,
@@ -48,6 +49,8 @@ def settings(chip: Chip, block_d: int, itemsize: int) -> Settings:
     wide = block_d > 128
     if itemsize == 4:
         return Settings(32, 16, warps=8, stages=2)
+    if block_d > HALVES_ALONE:
+        return Settings(64, 64, warps=4, stages=2) if chip.large else Settings(32, 32, warps=4, stages=2)
     if not chip.large:
         return Settings(64 if wide else 128, 64, warps=4, stages=2)
     # Two programs share a Hopper multiprocessor: one's maxima overlap the other's products.

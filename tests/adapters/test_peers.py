@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +24,7 @@ from experiments.peers import peers, tables
 from experiments.peers.app import app
 from experiments.peers.peers import FULL, OURS, PEERS, Features, Mask, Peer, Work
 from experiments.peers.scoreboard import MASKS, Score, Scoreboard, exact
+from helpers.modules import as_module
 from sparseprefill import AttentionCall, SparseMask, UnsupportedCallError
 from sparseprefill.testing import attention, tensors
 
@@ -166,17 +166,6 @@ def test_a_gpu_has_no_stand_in() -> None:
     assert "SDPA" not in [row[0] for row in tables.feature_cells(PEERS, [], cuda)]
     assert "SDPA" in [row[0] for row in tables.feature_cells(PEERS, [], CPU)]
     assert named("SDPA").missing(cuda)
-
-
-def as_module(name: str, monkeypatch: pytest.MonkeyPatch, **attributes: Any) -> None:
-    """Installs a package of one module, and those that it lies in."""
-    parts = name.split(".")
-    for end in range(1, len(parts) + 1):
-        path = ".".join(parts[:end])
-        if path not in sys.modules:
-            monkeypatch.setitem(sys.modules, path, ModuleType(path))
-    for attribute, value in attributes.items():
-        monkeypatch.setattr(sys.modules[name], attribute, value, raising=False)
 
 
 def by_blocks(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, scale: float) -> Tensor:

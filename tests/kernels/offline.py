@@ -63,14 +63,16 @@ SHARED = 232448
 class Variant:
     """One way to launch attention.
 
-    kind: of mask, tiles, stripes or both. carry: resume a state. state: leave one. probe: mass of tiles. page: tokens
-    of a page, or 0. padded: left and right padding, and sinks. more: fields of the call. tile: of the mask; small ones
-    compile faster. skip: leave out steps by their logits. requests: that share the launch. stored: what pages hold,
-    where that is another type; they then have scales. columns: keys of a stripe.
+    kind: of mask, tiles, stripes or both. values: head dimension of V, where it is not `width`. carry: resume a state.
+    state: leave one. probe: mass of tiles. page: tokens of a page, or 0. padded: left and right padding, and sinks.
+    more: fields of the call. tile: of the mask; small ones compile faster. skip: leave out steps by their logits.
+    requests: that share the launch. stored: what pages hold, where that is another type; they then have scales.
+    columns: keys of a stripe.
     """
 
     kind: str
     width: int = 64
+    values: int = 0
     dtype: torch.dtype = torch.bfloat16
     carry: bool = False
     state: bool = False
@@ -87,7 +89,8 @@ class Variant:
 
     def call(self) -> AttentionCall:
         """Two query heads of one KV head."""
-        q, k, v = (torch.zeros(1, heads, LENGTH, self.width, dtype=self.dtype) for heads in (2, 1, 1))
+        q, k = (torch.zeros(1, heads, LENGTH, self.width, dtype=self.dtype) for heads in (2, 1))
+        v = torch.zeros(1, 1, LENGTH, self.values or self.width, dtype=self.dtype)
         if self.page:
             count = LENGTH // self.page
             cache = torch.zeros(2, count, self.page, 1, self.width, dtype=self.stored or self.dtype)
@@ -122,7 +125,7 @@ class Variant:
             return
         call = self.call()
         shape = (1, 2, LENGTH)
-        state = SoftmaxState.empty(shape, self.width, torch.float32, call.q.device)
+        state = SoftmaxState.empty(shape, self.values or self.width, torch.float32, call.q.device)
         carry = Carry(state, SparseMask.empty(call, self.tile)) if self.carry else None
         plan = Plan(self.mask(call), carry, probe=torch.ones(1, 2, dtype=torch.bool) if self.probe else None)
         plan = evolve(plan, skip_below=torch.full((1,), 0.01)) if self.skip else plan
@@ -142,6 +145,11 @@ VARIANTS = {
     "requests": Variant("both", page=16, requests=2),
     "wide": Variant("both", padded=True, columns=16),
     "wide, skip": Variant("stripes", width=128, skip=True, columns=16),
+    "192 with 128": Variant("both", width=192, values=128, padded=True, tile=128),
+    "192 with 128, resumed state": Variant("tiles", width=192, values=128, carry=True, state=True, tile=128),
+    "512": Variant("both", width=512, tile=128),
+    "512, skip": Variant("both", width=512, tile=128, skip=True),
+    "512, pages": Variant("both", width=512, page=16, tile=128),
 }
 HOPPER_VARIANTS = {
     "hopper: 64, both": Variant("both", padded=True, tile=(128, 64)),
@@ -163,7 +171,8 @@ HOPPER_VARIANTS = {
     "hopper: wide, fp8": Variant("both", width=128, page=16, tile=(128, 64), stored=torch.float8_e4m3fn, columns=16),
 }
 FEW = (
-    "both, padded", "resumed state", "window, softcap", "skip", "requests", "wide", "hopper: 64, both",
+    "both, padded", "resumed state", "window, softcap", "skip", "requests", "wide", "192 with 128", "512",
+    "hopper: 64, both",
     "hopper: 256, stripes", "hopper: requests", "hopper: fp8", "hopper: skip, resumed, pages", "hopper: wide",
     "hopper: 8 bits, pages",
 )  # fmt: skip

@@ -38,11 +38,13 @@ def test_variants_compile_for_hopper(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])
     portable = ["both, padded", "resumed state", "window, softcap", "skip", "requests", "wide"]
+    portable += ["192 with 128", "512"]
     fast = ["hopper: 64, both", "hopper: 256, stripes", "hopper: requests", "hopper: fp8"]
     fast += ["hopper: skip, resumed, pages", "hopper: wide"]
     eight = ["hopper: 8 bits, pages"]
     if EVERY:
         portable += ["tiles", "stripes", "pages", "float32", "wide, skip"]
+        portable += ["192 with 128, resumed state", "512, skip", "512, pages"]
         fast += ["hopper: 128, tiles resumed", "hopper: pages", "hopper: skip"]
         fast += ["hopper: fp8, resumed", "hopper: fp8, stripes", "hopper: wide, pages", "hopper: wide, fp8"]
         eight += ["hopper: 8 bits"]

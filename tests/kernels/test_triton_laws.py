@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.device import BOUNDS, CUDA, DEVICE, DTYPES
-from sparseprefill import AttentionCall, Plan, ReferenceExecutor, SparseMask, UnsupportedCallError, output_error
+from sparseprefill import AttentionCall, Carry, Plan, ReferenceExecutor, SparseMask, UnsupportedCallError, output_error
 from sparseprefill.executors.triton import TritonExecutor
-from sparseprefill.testing import calls, masks
+from sparseprefill.testing import calls, masks, tensors
+from sparseprefill.testing.kernels import paged
 
 # numpy, which the interpreter computes with, warns of the infinities that a softmax lives with
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -40,6 +42,47 @@ def test_equals_the_reference(data: st.DataObject) -> None:
     assert expected.probe is not None
     assert actual.probe is not None
     assert torch.allclose(expected.probe, actual.probe, atol=2e-3)
+
+
+DIMS = ((192, 128), (192, 192), (512, 512))
+
+
+@FEW
+@given(st.data())
+def test_values_of_another_size_and_wide_heads_equal_the_reference(data: st.DataObject) -> None:
+    """Whatever the call has: output and LSE, cut in two by a carry, and left unnormalised."""
+    call = data.draw(calls(max_batch=2, max_heads=2, head_dims=DIMS, max_len=40, dtypes=[torch.float16], device=DEVICE))
+    mask = data.draw(masks(call, tiles=SIZES))
+    below = torch.zeros(call.q.shape[0], device=DEVICE) if data.draw(st.booleans(), label="votes") else None
+    expected = REFERENCE.execute(call, Plan(mask))
+    first = SparseMask.from_rules(call.geometry, (mask.tile_q, mask.tile_k), sink=1)
+    state = TRITON.accumulate(call, Plan(first))
+    whole = REFERENCE.execute(call, Plan(first | mask))
+    for want, made in (
+        (expected, TRITON.execute(call, Plan(mask, skip_below=below))),
+        (whole, TRITON.execute(call, Plan(mask - first, Carry(state, first)))),
+    ):
+        assert made.out.shape == (*call.q.shape[:3], call.value_dim)
+        if float(want.out.double().norm()) > 0:
+            assert output_error(made.out, want.out) <= 2 * BOUNDS[torch.float16]
+        assert torch.equal(want.lse == -torch.inf, made.lse == -torch.inf)
+        assert torch.allclose(want.lse, made.lse, atol=4e-3)
+
+
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_pages_hold_values_of_another_size(dims: tuple[int, int]) -> None:
+    """Alone, and two requests of one launch."""
+    sizes: dict[str, Any] = {"batch": 1, "heads": 2, "kv_heads": 1, "q_len": 40, "kv_len": 90, "device": DEVICE}
+    q, k, _ = tensors("random", head_dim=dims[0], dtype=torch.float16, **sizes)
+    _, _, v = tensors("random", head_dim=dims[1], dtype=torch.float16, **sizes)
+    call = AttentionCall(q, k, v)
+    mask = SparseMask.full(call, 32)
+    wanted = REFERENCE.execute(call, Plan(mask))
+    of_pages = paged(call)
+    rows = torch.cat([q, q], 2).transpose(1, 2).contiguous().transpose(1, 2)
+    two = [evolve(of_pages, q=part) for part in rows.split(40, 2)]
+    for made in (TRITON.execute(of_pages, Plan(mask)), *TRITON.execute_many(two, [Plan(mask)] * 2)):
+        assert output_error(made.out, wanted.out) <= 2 * BOUNDS[torch.float16]
 
 
 @FEW

@@ -144,7 +144,7 @@ def test_each_feature(name: str, union: str, monkeypatch: pytest.MonkeyPatch) ->
         same(call, settled(every, block, union=union))
 
 
-@pytest.mark.parametrize("width", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("width", [64, 80, 96, 128, 192, 256, 512])
 def test_head_dimensions(width: int) -> None:
     same(make(DTYPES[1], (2, 1), 140, 30, 3, width=width), settled())
 
@@ -293,7 +293,7 @@ def test_what_it_allocates_is_within_the_bound(most: int, bits: int, monkeypatch
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("width", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("width", [64, 80, 96, 128, 192, 256])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("q_len", "before"), [(4096, 0), (3001, 1095), (1000, 64)])
 def test_equal_plain_pytorch_in_production_settings(dtype: torch.dtype, width: int, q_len: int, before: int) -> None:
@@ -312,7 +312,7 @@ def test_equal_plain_pytorch_in_production_settings(dtype: torch.dtype, width: i
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("width", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("width", [64, 80, 96, 128, 192, 256])
 @pytest.mark.parametrize("keys", [None, 16])
 def test_products_of_e4m3_in_production_settings(width: int, keys: int | None) -> None:
     call = make(torch.bfloat16, (8, 2), 4096, 0, 0, width=width)

@@ -60,7 +60,7 @@ def test_a_nan_stays_in_the_rows_that_see_it(value: float, tma: bool, monkeypatc
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("width", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("width", [64, 80, 96, 128, 192, 256])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("q_len", "before"), [(4096, 0), (3001, 1095), (1000, 64)])
 def test_equal_plain_pytorch_in_production_settings(dtype: torch.dtype, width: int, q_len: int, before: int) -> None:

@@ -16,7 +16,7 @@ from sparseprefill.kernels.attention import launch as attention
 from sparseprefill.kernels.attention import together
 from sparseprefill.kernels.family.choose import a_precision
 from sparseprefill.kernels.family.record import Wanted
-from sparseprefill.kernels.settings import HEAD_DIMS
+from sparseprefill.kernels.settings import HALVES_ALONE, HEAD_DIMS
 from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.plan import BOUND, EXACT, Plan, Result, Rounding, SoftmaxState, check_plan
 from sparseprefill.validate import number
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 class TritonExecutor:
     """Tiles, stripes, carry and probes in Triton kernels, on CUDA tensors (or in Triton's interpreter on the CPU).
 
-    float16, bfloat16 and float32; head dimensions 64, 80, 96, 128, 256; mask tiles that are powers of two >= 16.
+    float16, bfloat16 and float32; head dimensions 64, 80, 96, 128, 192, 256, 512 (of 16 bits alone), and 192 of
+    queries and keys with 128 of values, as MLA has them; mask tiles that are powers of two >= 16.
     Softmax in float32. Honours padding, offsets, window, softcap and sinks, and skips tiles by their logits.
 
     Which kernel serves a call is chosen among the registered ones (`kernels.family.choose`), and the reasons against
@@ -59,8 +60,11 @@ class TritonExecutor:
             return "float64 is not supported; use float16, bfloat16 or float32, or ReferenceExecutor"
         if q.dtype == torch.bfloat16 and q.device.type != "cuda":
             return "Triton's interpreter gets bfloat16 wrong; use float16 or float32 there"
-        if q.shape[-1] not in HEAD_DIMS or width != q.shape[-1]:
-            return f"head dimensions {q.shape[-1]} (q, k) and {width} (v); both must be one of {HEAD_DIMS}"
+        if (q.shape[-1], width) not in HEAD_DIMS:
+            known = ", ".join(str(d) if d == v else f"{d} with {v}" for d, v in sorted(HEAD_DIMS))
+            return f"head dimensions {q.shape[-1]} (q, k) and {width} (v); use one of {known}, or ReferenceExecutor"
+        if q.dtype == torch.float32 and q.shape[-1] > HALVES_ALONE:
+            return f"float32 with head dimension {q.shape[-1]}; use float16 or bfloat16, or ReferenceExecutor"
         return None
 
     @uncast
@@ -75,7 +79,7 @@ class TritonExecutor:
 
     def workspace(self, call: AttentionCall) -> int:
         """A map of tiles, for masks of tiles and stripes; keys and values rounded, a byte for each number."""
-        copies = 2 * call.geometry.batch * call.kv_heads * call.kv_len * call.q.shape[3]
+        copies = call.geometry.batch * call.kv_heads * call.kv_len * (call.q.shape[3] + call.value_dim)
         return default_workspace(call, per_pair=4) + (0 if self.precision == EXACT else copies)
 
     @uncast

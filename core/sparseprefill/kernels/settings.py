@@ -9,7 +9,10 @@ from attrs import frozen
 from sparseprefill.errors import UnsupportedCallError
 from sparseprefill.kernels.family.chips import Chip
 
-HEAD_DIMS = (64, 80, 96, 128, 256)
+HEAD_DIMS = frozenset((dim, dim) for dim in (64, 80, 96, 128, 192, 256, 512)) | {(192, 128)}
+"""Head dimensions of the portable kernel: those of queries and keys, beside those of values."""
+HALVES_ALONE = 256
+"""Head dimensions beyond it are for types of 16 bits: a step of float32 does not fit into shared memory."""
 SMALLEST = 16
 FUSED = {"enable_fp_fusion": True}
 """For every launch: a product and the sum it goes into round once. Triton 3.9 warns where nobody says so."""
@@ -49,10 +52,15 @@ def settings(chip: Chip, block_d: int, itemsize: int, tile_q: int, tile_k: int) 
     for name, tile in (("tile_q", tile_q), ("tile_k", tile_k)):
         if tile < SMALLEST or tile & (tile - 1):
             raise UnsupportedCallError([f"Triton executor: mask {name} is {tile}; use a power of two >= {SMALLEST}"])
-    wide, full_precision = block_d > 128, itemsize == 4
+    wide, full_precision, large = block_d > 128, itemsize == 4, chip.large
+    if block_d > HALVES_ALONE:
+        # 32 rows: with 64, whose products are wgmma, registers spill (compiled for 9.0 and 8.6, not measured).
+        return Settings(min(tile_q, 32), min(tile_k, 32 if large else 16), 8, 2, tma=large)
+    if wide and not large:
+        # What fits into 99 KB; in 16 bits no register spills (compiled for 8.6, not measured).
+        return Settings(min(tile_q, 32 if full_precision else 64), min(tile_k, 16), 8, 2)
     block_m = min(tile_q, 64 if full_precision else 128)
     block_n = min(tile_k, (16 if wide else 32) if full_precision else (32 if wide else 64))
-    large = chip.large
     # Two programs per multiprocessor decide on an H100: 8 warps with at most 128 registers, 3 stages within 114 KB.
     pair = large and block_m == 128 and not wide and not full_precision
     warps = 8 if block_m == 128 and (wide or pair) else 4

@@ -103,6 +103,13 @@ class SparseMask:
         return self._tiles is not None
 
     @property
+    def shared(self) -> int:
+        """The number of neighbouring heads that are known to have the same tiles, without reading any."""
+        if isinstance(self._tiles, TileMap):
+            return self._tiles.shared
+        return self.geometry.heads if self._tiles is None or self._tiles.same_heads else 1
+
+    @property
     def overlapping(self) -> bool:
         """True if a stripe may lie in a tile."""
         return self.has_tiles and self.stripes is not None and not self.disjoint

@@ -183,9 +183,8 @@ class TileMap:
             value = getattr(self, name)
             if value is not usual and not fits(value):
                 raise MaskError(f"TileMap.{name} is {printed(value)}: pass {remedy}")
-        if isinstance(self.dense, Tensor) and (self.dense.shape[0], self.dense.device) != (
-            self.geometry.batch,
-            self.geometry.device,
+        if isinstance(self.dense, Tensor) and (
+            self.dense.shape[0] != self.geometry.batch or not _same(self.dense.device, self.geometry.device)
         ):
             remedy = f"pass one range for each of {self.geometry.batch} batch rows, on {self.geometry.device}"
             raise MaskError(f"TileMap.dense is {printed(self.dense)} on {self.dense.device}: {remedy}")

@@ -29,7 +29,7 @@ def calls(
     max_kv_heads: int = 2,
     groups: Sequence[int] = (1, 2, 4, 8),
     max_heads: int = 8,
-    head_dims: Sequence[int] = (8, 16, 64),
+    head_dims: Sequence[int | tuple[int, int]] = (8, 16, 64),
     max_len: int = 131,
     min_len: int = 1,
     dtypes: Sequence[torch.dtype] = (torch.float32,),
@@ -41,8 +41,9 @@ def calls(
 ) -> AttentionCall:
     """AttentionCalls of up to `max_batch` rows, `max_heads` query heads and `max_len` keys.
 
-    groups: query heads per KV head. padding: kinds of padding that may occur. prefix: queries may be fewer than the
-    keys and stand anywhere among them. features: window, softcap, sinks and a scale may occur.
+    groups: query heads per KV head. head_dims: of q, k and v, or of q and k beside that of v. padding: kinds of padding
+    that may occur. prefix: queries may be fewer than the keys and stand anywhere among them. features: window, softcap,
+    sinks and a scale may occur.
     """
     some = list(dict.fromkeys(n for n in (*LENGTHS, max_len) if min_len <= n <= max_len))
     lengths = st.one_of(st.sampled_from(some), st.integers(min_len, max_len))
@@ -52,20 +53,25 @@ def calls(
     group = draw(st.sampled_from([g for g in groups if g <= max_heads] or [1]), label="group")
     kv_heads = draw(st.integers(1, max(1, min(max_kv_heads, max_heads // group))), label="kv_heads")
     batch = draw(st.integers(1, max_batch), label="batch")
-    q, k, v = tensors(
+    kind, head_dim = (
         draw(st.sampled_from(list(kinds)), label="kind"),
-        batch=batch,
-        heads=group * kv_heads,
-        kv_heads=kv_heads,
-        q_len=q_len,
-        kv_len=kv_len,
-        head_dim=draw(st.sampled_from(list(head_dims)), label="head_dim"),
-        q_offset=q_offset,
-        seed=draw(st.integers(0, 2**63 - 1), label="seed"),
-        strided=draw(st.booleans(), label="strided"),
-        device=device,
-        dtype=draw(st.sampled_from(list(dtypes)), label="dtype"),
+        draw(st.sampled_from(list(head_dims)), label="head_dim"),
     )
+    same: dict[str, Any] = {
+        "batch": batch,
+        "heads": group * kv_heads,
+        "kv_heads": kv_heads,
+        "q_len": q_len,
+        "kv_len": kv_len,
+        "q_offset": q_offset,
+        "seed": draw(st.integers(0, 2**63 - 1), label="seed"),
+        "strided": draw(st.booleans(), label="strided"),
+        "device": device,
+        "dtype": draw(st.sampled_from(list(dtypes)), label="dtype"),
+    }
+    width, values = (head_dim, head_dim) if isinstance(head_dim, int) else head_dim
+    q, k, v = tensors(kind, head_dim=width, **same)
+    v = v if values == width else tensors(kind, head_dim=values, **same)[2]
     fields: dict[str, Any] = draw(_padding(draw(st.sampled_from(list(padding))), batch, kv_len))
     if features:
         fields |= draw(_features(group * kv_heads, kv_len))

@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 from attrs import frozen
+from sparseprefill.plugins.libraries.causal import causal
+from sparseprefill.plugins.libraries.flash_attention_4 import FLASH_ATTENTION_4
+from sparseprefill.plugins.libraries.flashinfer import FLASHINFER
 from torch import Tensor
 
 from experiments.bench.baseline import APART, FLASH4, dense_of
@@ -18,11 +21,12 @@ from experiments.bench.dense import ANY, KERNELS
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import UnsupportedCallError
 from sparseprefill.executors.auto import AutoExecutor
+from sparseprefill.executors.triton import TritonExecutor
+from sparseprefill.kernels.family.choose import alone
+from sparseprefill.kernels.family.record import Family, Wanted
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.plan import Plan
-
-from .causal import causal
 
 OURS = "sparseprefill"
 FP8_APART = 0.1
@@ -117,6 +121,21 @@ def _our_lists(call: AttentionCall, mask: SparseMask) -> list[IndexLists | None]
     if mask.has_tiles:
         found.append(SparseMask.from_tiles(call, mask.tile_map(), (mask.tile_q, mask.tile_k), diagonal=False).tiles)
     return found
+
+
+def _record(family: Family, call: AttentionCall, mask: Mask) -> Work:
+    """A library's kernel as the executor launches it, lists, LSE and the look at its output included."""
+    ours, _ = mask
+    plan, executor, wanted = Plan(ours), TritonExecutor(), Wanted()
+    reason = family.features.lacking(call, ours, wanted) or family.objection(call, ours, wanted)
+    if reason is not None:
+        raise UnsupportedCallError([reason])
+
+    def run() -> Tensor:
+        with alone(family):
+            return executor.execute(call, plan).out
+
+    return Work(run=run, out=lambda found: found, keep=ours.to_dense, pairs=int(ours.pairs().sum()))
 
 
 def _dense(kernel: str, call: AttentionCall, mask: Mask) -> Work:
@@ -294,6 +313,7 @@ def _load(*modules: str) -> None:
 
 
 _FLASH4 = 'pip install --pre "flash-attn-4[cu13]"'
+_FLASHINFER = "pip install flashinfer-python"
 _CUDNN = 'pip install "nvidia-cudnn-frontend[cutedsl]"'
 _FLASH_SPARSE = (
     'pip install flash-sparse-attn "triton_kernels @ '
@@ -318,6 +338,20 @@ PEERS: Sequence[Peer] = (
         make=_flash4,
         load=partial(_load, "flash_attn.cute", "flash_attn.cute.block_sparsity", "cutlass.cute"),
         install=_FLASH4,
+    ),
+    Peer(
+        name=f"{FLASH4}, launched by {OURS}",
+        features=Features(),
+        make=partial(_record, FLASH_ATTENTION_4),
+        load=partial(_load, "flash_attn.cute", "cutlass.cute"),
+        install=_FLASH4,
+    ),
+    Peer(
+        name=f"FlashInfer, launched by {OURS}",
+        features=Features(gqa="one mask a KV head"),
+        make=partial(_record, FLASHINFER),
+        load=partial(_load, "flashinfer"),
+        install=_FLASHINFER,
     ),
     Peer(
         name="cuDNN block-sparse",

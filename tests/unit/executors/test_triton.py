@@ -27,7 +27,7 @@ def wide(dtype: torch.dtype = torch.float32, head_dim: int = 64, **fields: Any) 
     return sp.AttentionCall(*tensors("random", **sizes, seed=0, dtype=dtype), **fields)
 
 
-@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
 def test_head_dimensions_that_it_serves(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "interpreted", lambda: True)
     assert TRITON.unsupported(wide(head_dim=dim)) is None
@@ -41,7 +41,11 @@ def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     for call, words in (
         (wide(torch.float64), "float64 is not supported"),
         (wide(torch.bfloat16), "interpreter gets bfloat16 wrong"),
-        (wide(head_dim=72), "head dimensions 72 (q, k) and 72 (v); both must be one of"),
+        (
+            wide(head_dim=72),
+            "head dimensions 72 (q, k) and 72 (v); use one of 64, 80, 96, 128, 192 with 128, 192, 256, 512",
+        ),
+        (wide(head_dim=512), "float32 with head dimension 512; use float16 or bfloat16"),
         (narrow, "head dimensions 64 (q, k) and 32 (v)"),
     ):
         assert words in str(TRITON.unsupported(call))

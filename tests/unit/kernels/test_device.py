@@ -24,7 +24,7 @@ from sparseprefill.kernels.family.record import Wanted
 from sparseprefill.kernels.family.shipped import SHIPPED
 from sparseprefill.kernels.groups import group_settings, paged_settings
 from sparseprefill.kernels.sampled import mass
-from sparseprefill.kernels.settings import Settings, settings
+from sparseprefill.kernels.settings import HALVES_ALONE, HEAD_DIMS, Settings, power_of_two, settings
 
 ROOT = Path(__file__).parents[3]
 GPU = torch.device("cuda", 7)
@@ -99,6 +99,22 @@ def test_the_cap_on_registers_is_hoppers_alone(numbers: tuple[int, int]) -> None
 def test_what_has_less_shared_memory_than_hopper_gets_smaller_tiles() -> None:
     assert every((12, 0)) == every((8, 9))
     assert every((10, 0)) != every((8, 9))
+
+
+@pytest.mark.parametrize("dims", sorted(HEAD_DIMS))
+@pytest.mark.parametrize("numbers", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_a_step_of_attention_fits_into_shared_memory(
+    itemsize: int, numbers: tuple[int, int], dims: tuple[int, int]
+) -> None:
+    """Queries, and as many keys and values as there are stages."""
+    if itemsize == 4 and max(dims) > HALVES_ALONE:
+        pytest.skip("refused")
+    wide, narrow = (max(64, power_of_two(one)) for one in dims)
+    chip = device.row(numbers)
+    used = settings(chip, wide, itemsize, 128, 128)
+    numbers_held = used.block_m * wide + used.stages * used.block_n * (wide + narrow)
+    assert numbers_held * itemsize <= (227 if chip.large else 99) << 10
 
 
 @pytest.mark.parametrize("numbers", [(9, 0), (9, 4)])

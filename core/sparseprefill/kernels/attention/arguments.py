@@ -43,7 +43,7 @@ class Queries(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """K or V, ``[B, Hkv, Nkv, D]``, or pages of them, whose `stride_b` is that from page to page.
+    """K or V, ``[B, Hkv, Nkv, D or V]``, or pages of them, whose `stride_b` is that from page to page.
 
     desc: tensor descriptor, or None. scale: factor on what pages hold, or None.
     """
@@ -65,7 +65,7 @@ class Cache(NamedTuple):
 
 
 class Head(NamedTuple):
-    """One KV head of K or V, ``[Nkv, D]``. ptr: its first row; stride_page: used with a table alone. scale: the factor
+    """One KV head of K or V, ``[Nkv, D or V]``. ptr: its first row; stride_page: used with a table alone. scale: the factor
     on what pages hold, itself and no pointer, or None."""
 
     ptr: Any
@@ -127,7 +127,7 @@ class Logits(NamedTuple):
 
 
 class State(NamedTuple):
-    """A softmax in progress: m, l ``[B, Hq, Nq]`` and acc ``[B, Hq, Nq, D]``, float32 and contiguous; or all None."""
+    """A softmax in progress: m, l ``[B, Hq, Nq]`` and acc ``[B, Hq, Nq, V]``, float32 and contiguous; or all None."""
 
     m: Any
     l: Any  # noqa: E741
@@ -180,10 +180,10 @@ def flat(arguments: tuple[Any, ...]) -> list[Any]:
 
 
 class Shape(NamedTuple):
-    """Sizes known when the kernel is compiled: the mask's tiles, the blocks of a step, head dimension, tokens a page.
+    """Sizes known when the kernel is compiled: the mask's tiles, the blocks of a step, head dimensions, tokens a page.
 
-    GROUP: query tiles that share a list of stripes. WIDTH: keys of a stripe. BLOCK_D: D rounded up to a power of two.
-    PAGE: 0 without pages.
+    GROUP: query tiles that share a list of stripes. WIDTH: keys of a stripe. D: dimension of queries and keys, V: of
+    values and the output. BLOCK_D, BLOCK_V: these rounded up to a power of two. PAGE: 0 without pages.
     """
 
     TILE_Q: tl.constexpr
@@ -194,6 +194,8 @@ class Shape(NamedTuple):
     BLOCK_N: tl.constexpr
     D: tl.constexpr
     BLOCK_D: tl.constexpr
+    V: tl.constexpr
+    BLOCK_V: tl.constexpr
     PAGE: tl.constexpr
 
 

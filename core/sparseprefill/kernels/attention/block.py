@@ -57,22 +57,22 @@ def attend(
     q_base = queries.ptr + b.to(tl.int64) * queries.stride_b + h.to(tl.int64) * queries.stride_h
     q = load_rows(q_base, row, real, queries.stride_n, S.D, S.BLOCK_D)  # [BLOCK_M, BLOCK_D]
     out_row = bh.to(tl.int64) * sizes.q_len + row
-    dims = tl.arange(0, S.BLOCK_D)
+    dims = tl.arange(0, S.BLOCK_V)
     inside = (row >= 0) & (row < sizes.q_len)
-    if S.D == S.BLOCK_D:
+    if S.V == S.BLOCK_V:
         inside_out = inside[:, None]
     else:
-        inside_out = inside[:, None] & (dims < S.D)[None, :]
+        inside_out = inside[:, None] & (dims < S.V)[None, :]
 
     if carry.m is not None:
         m = tl.load(carry.m + out_row, mask=inside, other=float("-inf")) * LOG2E  # [BLOCK_M]
         l = tl.load(carry.l + out_row, mask=inside, other=0.0)  # noqa: E741 - [BLOCK_M]
-        where = out_row[:, None] * S.D + dims[None, :]
-        acc = tl.load(carry.acc + where, mask=inside_out, other=0.0)  # [BLOCK_M, BLOCK_D]
+        where = out_row[:, None] * S.V + dims[None, :]
+        acc = tl.load(carry.acc + where, mask=inside_out, other=0.0)  # [BLOCK_M, BLOCK_V]
     else:
         m = tl.full([S.BLOCK_M], float("-inf"), tl.float32)
         l = tl.zeros([S.BLOCK_M], tl.float32)  # noqa: E741
-        acc = tl.zeros([S.BLOCK_M, S.BLOCK_D], tl.float32)
+        acc = tl.zeros([S.BLOCK_M, S.BLOCK_V], tl.float32)
 
     bound = None
     if logits.below is not None:
@@ -108,8 +108,8 @@ def attend(
         tl.store(outputs.state.m + out_row, m * LN2, mask=inside)  # [BLOCK_M]
         tl.store(outputs.state.l + out_row, l, mask=inside)  # [BLOCK_M]
         acc = tl.where(real[:, None], acc, 0.0)
-        where = out_row[:, None] * S.D + dims[None, :]
-        tl.store(outputs.state.acc + where, acc, mask=inside_out)  # [BLOCK_M, BLOCK_D]
+        where = out_row[:, None] * S.V + dims[None, :]
+        tl.store(outputs.state.acc + where, acc, mask=inside_out)  # [BLOCK_M, BLOCK_V]
     else:
         lse = tl.where(l == 0.0, float("-inf"), (m + tl.math.log2(tl.where(l == 0.0, 1.0, l))) * LN2)
         lse_base = outputs.lse + b.to(tl.int64) * outputs.stride_lb + h.to(tl.int64) * outputs.stride_lh
@@ -121,7 +121,7 @@ def attend(
         out = tl.where(real[:, None], acc / tl.where(total == 0.0, 1.0, total)[:, None], 0.0)
         out_base = outputs.out + b.to(tl.int64) * outputs.stride_ob + h.to(tl.int64) * outputs.stride_oh
         where = out_base + row.to(tl.int64)[:, None] * outputs.stride_on + dims[None, :]
-        tl.store(where, out.to(outputs.out.dtype.element_ty), mask=inside_out)  # [BLOCK_M, BLOCK_D]
+        tl.store(where, out.to(outputs.out.dtype.element_ty), mask=inside_out)  # [BLOCK_M, BLOCK_V]
 
 
 @triton.jit
@@ -144,11 +144,11 @@ def attend_tiles(
         key = tl.load(list_ptr + j // parts) * S.TILE_K + (j % parts) * S.BLOCK_N + rows.start
         if k_desc is not None:
             k = k_desc.load([rows.b, rows.kv_head, key, 0]).reshape([S.BLOCK_N, S.BLOCK_D])  # [BLOCK_N, BLOCK_D]
-            v = v_desc.load([rows.b, rows.kv_head, key, 0]).reshape([S.BLOCK_N, S.BLOCK_D])  # [BLOCK_N, BLOCK_D]
+            v = v_desc.load([rows.b, rows.kv_head, key, 0]).reshape([S.BLOCK_N, S.BLOCK_V])  # [BLOCK_N, BLOCK_V]
         else:
             at = key + tl.arange(0, S.BLOCK_N)
             k = load_keys(keys, at, at < rows.kv_len, q.dtype, S.PAGE, S.D, S.BLOCK_D)  # [BLOCK_N, BLOCK_D]
-            v = load_keys(values, at, at < rows.kv_len, q.dtype, S.PAGE, S.D, S.BLOCK_D)  # [BLOCK_N, BLOCK_D]
+            v = load_keys(values, at, at < rows.kv_len, q.dtype, S.PAGE, S.V, S.BLOCK_V)  # [BLOCK_N, BLOCK_V]
         acc, l, m = step(acc, l, m, q, k, v, logits, PRECISION)
     for j in tl.range(unmasked, steps, num_stages=1):
         at = tl.load(list_ptr + j // parts) * S.TILE_K + (j % parts) * S.BLOCK_N + tl.arange(0, S.BLOCK_N)
@@ -192,15 +192,15 @@ def attend_stripes(
                 at = column_keys(list_ptr, j * S.BLOCK_N, number, S.WIDTH)  # [BLOCK_N]
                 k = load_keys(keys, at + rows.start, number >= 0, q.dtype, S.PAGE, S.D, S.BLOCK_D)  # [BLOCK_N, BLOCK_D]
                 v = load_keys(
-                    values, at + rows.start, number >= 0, q.dtype, S.PAGE, S.D, S.BLOCK_D
-                )  # [BLOCK_N, BLOCK_D]
+                    values, at + rows.start, number >= 0, q.dtype, S.PAGE, S.V, S.BLOCK_V
+                )  # [BLOCK_N, BLOCK_V]
                 free = tl.load(mask.bitmap + row_of_lists * mask.columns + at // S.TILE_K) == 0  # [BLOCK_N]
                 acc, l, m = masked_step(acc, l, m, q, k, v, free[None, :], logits, PRECISION, CAREFUL, S.BLOCK_N)
         else:
             for j in tl.range(0, unmasked):
                 at = column_keys(list_ptr, j * S.BLOCK_N, number, S.WIDTH) + rows.start  # [BLOCK_N]
                 k = load_keys(keys, at, number >= 0, q.dtype, S.PAGE, S.D, S.BLOCK_D)  # [BLOCK_N, BLOCK_D]
-                v = load_keys(values, at, number >= 0, q.dtype, S.PAGE, S.D, S.BLOCK_D)  # [BLOCK_N, BLOCK_D]
+                v = load_keys(values, at, number >= 0, q.dtype, S.PAGE, S.V, S.BLOCK_V)  # [BLOCK_N, BLOCK_V]
                 acc, l, m = step(acc, l, m, q, k, v, logits, PRECISION)
     for j in tl.range(unmasked, tl.cdiv(seen, S.BLOCK_N), num_stages=1):
         number = tl.arange(0, S.BLOCK_N)
@@ -258,12 +258,12 @@ def visit(
     """
     k = load_keys(keys, at, there, q.dtype, S.PAGE, S.D, S.BLOCK_D)  # [BLOCK_N, BLOCK_D]
     if logits.below is None:
-        v = load_keys(values, at, there, q.dtype, S.PAGE, S.D, S.BLOCK_D)  # [BLOCK_N, BLOCK_D]
+        v = load_keys(values, at, there, q.dtype, S.PAGE, S.V, S.BLOCK_V)  # [BLOCK_N, BLOCK_V]
         acc, l, m = masked_step(acc, l, m, q, k, v, keep, logits, PRECISION, CAREFUL, S.BLOCK_N)
     else:
         s = logits_of(q, k, logits.scale, logits.softcap, logits.softcap is not None, PRECISION)  # [BLOCK_M, BLOCK_N]
         if wanted(tl.where(keep, s, float("-inf")), m, bound, rows.real):
-            v = load_keys(values, at, there, q.dtype, S.PAGE, S.D, S.BLOCK_D)  # [BLOCK_N, BLOCK_D]
+            v = load_keys(values, at, there, q.dtype, S.PAGE, S.V, S.BLOCK_V)  # [BLOCK_N, BLOCK_V]
             acc, l, m = masked_step(acc, l, m, q, k, v, keep, logits, PRECISION, CAREFUL, S.BLOCK_N)
         else:
             skipped += pairs_of(keep, rows.real)
@@ -310,9 +310,9 @@ def skim_tiles(
         s = logits_of(q, k, logits.scale, logits.softcap, logits.softcap is not None, PRECISION)  # [BLOCK_M, BLOCK_N]
         if wanted(s, m, bound, rows.real):
             if v_desc is not None:
-                v = v_desc.load([rows.b, rows.kv_head, key, 0]).reshape([S.BLOCK_N, S.BLOCK_D])  # [BLOCK_N, BLOCK_D]
+                v = v_desc.load([rows.b, rows.kv_head, key, 0]).reshape([S.BLOCK_N, S.BLOCK_V])  # [BLOCK_N, BLOCK_V]
             else:
-                v = load_keys(values, at, at < rows.kv_len, q.dtype, S.PAGE, S.D, S.BLOCK_D)  # [BLOCK_N, BLOCK_D]
+                v = load_keys(values, at, at < rows.kv_len, q.dtype, S.PAGE, S.V, S.BLOCK_V)  # [BLOCK_N, BLOCK_V]
             acc, l, m = step(acc, l, m, q, k, v, logits, PRECISION)
         else:
             skipped += whole

@@ -61,8 +61,8 @@ def sparse_attention_fwd_kernel(
     sizes_starts, sizes_lengths, sizes_q_offset, sizes_q_len, sizes_kv_len, sizes_heads, sizes_kv_group, sizes_requests,
     logits_scale, logits_softcap, logits_window, logits_below, flags,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
-    PRECISION: tl.constexpr, REPAIR: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, V: tl.constexpr,
+    BLOCK_V: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr, REPAIR: tl.constexpr,
 ):  # fmt: skip
     """Attention of every query row over the keys that a mask of tiles and stripes selects, with online softmax.
 
@@ -93,7 +93,9 @@ def sparse_attention_fwd_kernel(
         sizes_requests,
     )  # fmt: skip
     logits = Logits(logits_scale, logits_softcap, logits_window, logits_below)
-    shape: tl.constexpr = Shape(TILE_Q, TILE_K, GROUP, WIDTH, BLOCK_M, BLOCK_N, D, BLOCK_D, PAGE)
+    shape: tl.constexpr = Shape(
+        TILE_Q, TILE_K, GROUP, WIDTH, BLOCK_M, BLOCK_N, D, BLOCK_D, V, BLOCK_V, PAGE
+    )  # fmt: skip
     blocks = mask_tile_rows * (TILE_Q // BLOCK_M)
     if REPAIR:
         for first in range(tl.program_id(0) * FLAGS, flags, tl.num_programs(0) * FLAGS):

@@ -65,7 +65,7 @@ def sparse_attention_fwd(
     below: Tensor | None = None,
     reduced: Wanted = EXACTLY,
 ) -> tuple[Tensor, Tensor, Kernel, Skipped | None, Tensor | None]:
-    """Attention over the mask, resumed from `carry`: out ``[B, Hq, Nq, D]`` as q, LSE ``[B, Hq, Nq]`` float32, which
+    """Attention over the mask, resumed from `carry`: out ``[B, Hq, Nq, Dv]`` as q, LSE ``[B, Hq, Nq]`` float32, which
     kernel computed them, what it left out, and the heads' errors where it worked in a reduced precision.
 
     into: tensors for out and lse, whose rows are contiguous, in place of fresh ones. below: `Plan.skip_below`. reduced:
@@ -74,8 +74,16 @@ def sparse_attention_fwd(
     if into is None:
         # Laid out as q is, which spares a host that keeps heads beside tokens a copy.
         lse = torch.empty(call.q.shape[:3], dtype=torch.float32, device=call.q.device)
-        into = torch.empty_like(call.q), lse
+        into = empty_output(call), lse
     return *into, *_launch(call, mask, carry, *into, None, below, reduced=reduced)
+
+
+def empty_output(call: AttentionCall) -> Tensor:
+    """``[B, Hq, Nq, Dv]``, laid out as q is; of values of another size, heads beside tokens."""
+    batch, heads, rows, width = call.q.shape
+    if call.value_dim == width:
+        return torch.empty_like(call.q)
+    return call.q.new_empty(batch, rows, heads, call.value_dim).transpose(1, 2)
 
 
 def sparse_attention_together(
@@ -161,7 +169,7 @@ def _arguments(
     thresholds = None if below is None else below.contiguous()
     return Arguments(
         Queries(q, *strides(q)),
-        _cache(Source.of(call), chosen, call.value_dim),
+        _cache(Source.of(call), chosen, call),
         Mask(Lists(*lists[:3]), Lists(*lists[3:]), bitmap, *grid),
         _state(carry),
         Outputs(out, lse, _state(state), None, call.sinks, counted, *out_strides),
@@ -197,7 +205,8 @@ def _ready(job: Job, nonfinite: Tensor, chosen: Settings) -> tuple[list[Any], di
     given = given._replace(outputs=given.outputs._replace(nonfinite=nonfinite), flags=nonfinite.numel())
     options: dict[str, Any] = {
         "TILE_Q": mask.tile_q, "TILE_K": mask.tile_k, "GROUP": mask.group, "WIDTH": mask.stripe_width,
-        **_blocks(chosen, call.value_dim, 0 if call.pages is None else call.pages.page), **chosen.options,
+        **_blocks(chosen, call.q.shape[-1], 0 if call.pages is None else call.pages.page), **chosen.options,
+        "V": call.value_dim, "BLOCK_V": power_of_two(call.value_dim),
     }  # fmt: skip
     return flat(given), options
 
@@ -248,8 +257,8 @@ def tile_mass_fwd(call: AttentionCall, mask: SparseMask, lse: Tensor, probe: Ten
 
 
 def _settings(call: AttentionCall, mask: SparseMask) -> Settings:
-    """Launch settings for this call's device, head dimension and dtype."""
-    width, size = power_of_two(call.q.shape[-1]), call.q.element_size()
+    """Launch settings for this call's device, head dimensions and dtype."""
+    width, size = power_of_two(max(call.q.shape[-1], call.value_dim)), call.q.element_size()
     return settings(chip(call.q.device), width, size, mask.tile_q, mask.tile_k)
 
 
@@ -269,13 +278,15 @@ def _state(state: SoftmaxState | State | None) -> State:
     return State(None, None, None) if state is None else State(*(x.contiguous() for x in (state.m, state.l, state.acc)))
 
 
-def _cache(source: Source, chosen: Settings, width: int) -> Cache:
-    tma, block = _tma(source, chosen), [1, 1, chosen.block_n, power_of_two(width)]
+def _cache(source: Source, chosen: Settings, call: AttentionCall) -> Cache:
+    tma = _tma(source, chosen)
 
-    def matrix(x: Tensor, scale: Tensor | None) -> Matrix:
+    def matrix(x: Tensor, scale: Tensor | None, width: int) -> Matrix:
+        block = [1, 1, chosen.block_n, power_of_two(width)]
         return Matrix(x, TensorDescriptor.from_tensor(x, block) if tma else None, scale, *strides(x, source.page))
 
-    return Cache(matrix(source.k, source.k_scale), matrix(source.v, source.v_scale), source.table)
+    k = matrix(source.k, source.k_scale, call.q.shape[-1])
+    return Cache(k, matrix(source.v, source.v_scale, call.value_dim), source.table)
 
 
 def _tma(source: Source, chosen: Settings) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sparseprefill.kernels.family.record import TYPES, Family, Features, Job, Launched, square
+from sparseprefill.kernels.family.record import TYPES, Family, Features, Job, Launched
 from sparseprefill.kernels.settings import HEAD_DIMS
 
 
@@ -19,7 +19,7 @@ PORTABLE = Family(
     launch=launch,
     features=Features(
         dtypes=TYPES,
-        dims=square(*HEAD_DIMS),
+        dims=HEAD_DIMS,
         widths=None,
         votes=True,
         carry=True,

@@ -90,7 +90,7 @@ def key(call: AttentionCall, plan: Plan) -> Hashable | None:
     grid = mask.tile_q, mask.tile_k, mask.group, mask.stripe_width
     of_mask = (*grid, mask.has_tiles, mask.stripes is not None, mask.overlapping)
     logits = (call.softmax_scale, call.softcap, call.geometry.window, sinks)
-    return rows, q.shape[1], q.shape[3], q.stride()[1:3], q.dtype, cache, logits, of_mask
+    return rows, q.shape[1], q.shape[3], call.value_dim, q.stride()[1:3], q.dtype, cache, logits, of_mask
 
 
 def _span(parts: Sequence[Tensor]) -> tuple[Tensor, list[int]]:

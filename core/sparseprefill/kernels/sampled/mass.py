@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparseprefill.kernels.family.chips import Chip, chip
-from sparseprefill.kernels.settings import FUSED, Settings, block, cdiv, power_of_two
+from sparseprefill.kernels.settings import FUSED, HALVES_ALONE, Settings, block, cdiv, power_of_two
 from sparseprefill.kernels.source import Keys, packed, strides
 from sparseprefill.kernels.steps import LN2, LOG2E, batch_row, factor, floor_div, load_rows, logits, stored_rows
 
@@ -325,6 +325,8 @@ def settings(chip: Chip, block_d: int, itemsize: int) -> Settings:
     wide = block_d > 128
     if itemsize == 4:
         return Settings(32, 16 if wide else 32, warps=8, stages=2)
+    if block_d > HALVES_ALONE and not chip.large:
+        return Settings(32, 32, warps=4, stages=2)
     return Settings(64 if wide else 128, 64, warps=4, stages=3 if chip.deep and not wide else 2)
 
 
