@@ -195,11 +195,13 @@ def _column_max(s, WIDTH: tl.constexpr, PACKED: tl.constexpr):
     """[M, N / WIDTH]: largest of each row of s ``[M, N]`` in each column of WIDTH keys."""
     M: tl.constexpr = s.shape[0]
     COLUMNS: tl.constexpr = s.shape[1] // WIDTH
-    if not PACKED or WIDTH < 4:
-        return tl.max(tl.reshape(s, [M, COLUMNS, WIDTH]), 2)
-    a, b = tl.split(tl.permute(tl.reshape(s, [M, COLUMNS, 2, WIDTH // 2]), (0, 1, 3, 2)))
-    a, b = tl.split(tl.permute(tl.reshape(_larger(a, b), [M, COLUMNS, 2, WIDTH // 4]), (0, 1, 3, 2)))
-    return tl.max(_larger(a, b), 2)
+    if not PACKED or WIDTH < 4:  # what follows a return would be compiled, too
+        m = tl.max(tl.reshape(s, [M, COLUMNS, WIDTH]), 2)
+    else:
+        a, b = tl.split(tl.permute(tl.reshape(s, [M, COLUMNS, 2, WIDTH // 2]), (0, 1, 3, 2)))
+        a, b = tl.split(tl.permute(tl.reshape(_larger(a, b), [M, COLUMNS, 2, WIDTH // 4]), (0, 1, 3, 2)))
+        m = tl.max(_larger(a, b), 2)
+    return m
 
 
 @triton.jit

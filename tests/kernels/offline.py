@@ -302,7 +302,9 @@ def kept_tiles_in_8_bits(call: AttentionCall) -> object:
 
 
 def kept_columns(call: AttentionCall) -> object:
-    """rowmax's narrow columns, in the call's type."""
+    """rowmax's narrow columns, in the call's type; those of one key and two have a branch of their own."""
+    for width in (1, 2):
+        rowmax.kept_tiles(call, RowMaxConfig(union="head", every=32, width=width, precision="exact"))
     return rowmax.kept_tiles(call, RowMaxConfig(union="head", every=4, width=16, precision="exact"))
 
 

@@ -154,6 +154,11 @@ RULES: tuple[tuple[str, object, Callable[[Any], bool], str], ...] = (
 """Fields of a `TileMap`, their defaults, what fits, and what to pass."""
 
 
+def _same(one: torch.device, other: torch.device) -> bool:
+    """Whether these are one device; "cuda" without a number may be any of them."""
+    return one.type == other.type and (one.index == other.index or None in (one.index, other.index))
+
+
 @frozen(eq=False, kw_only=True)
 class TileMap:
     """The tiles that a map or any rule keeps, of those that causality and window let a row of theirs see.
