@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -74,3 +75,12 @@ def test_a_chain_of_refiners_makes_lists_once(monkeypatch: pytest.MonkeyPatch) -
     lists = plan.mask.tiles
     assert lists is plan.mask.tiles
     assert [1] == made
+
+
+def test_a_device_without_a_number_is_the_one_with_one() -> None:
+    geometry = evolve(make(64).geometry, device=torch.device("cpu:0"))
+    ranges = int32(0, 3).view(1, 2)
+    assert torch.device("cpu") == ranges.device
+    assert ranges is TileMap(geometry=geometry, tile_q=8, tile_k=8, dense=ranges).dense
+    with pytest.raises(sp.MaskError, match="pass one range for each of 1 batch rows, on meta"):
+        TileMap(geometry=evolve(geometry, device=torch.device("meta")), tile_q=8, tile_k=8, dense=ranges)
