@@ -95,9 +95,10 @@ def replay(
         _check_room(server, script.tokens, answer, f"--compare {compare}")
     every = 1 + sum(max(1, len(one.questions)) for turns_ in script.sessions for one in turns_)
     expected = every * (1 if beside is None else 2)
+    mine: list[Any] = []
+    others: list[Any] = []
+    run = run_of(server, mine)
     with Stop() as stop:
-        mine: list[Any] = []
-        others: list[Any] = []
         run = _played(server, script, answer, mine, expected)
         if beside is not None and not (run.asked and run.asked[0].error):
             reference = _played(beside, script, answer, others, expected)

@@ -12,6 +12,7 @@ import re
 import time
 import urllib.parse
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from attrs import field, frozen
@@ -122,14 +123,11 @@ class Server:
         return kind(parts.hostname or "", parts.port, timeout=self.timeout)
 
     def _parts(self) -> urllib.parse.SplitResult:
-        try:
+        with suppress(ValueError):  # a port that is no number
             parts = urllib.parse.urlsplit(self.url)
-            usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        except ValueError:  # a port that is no number
-            usable = False
-        if not usable:
-            raise ParameterError(f"{self.url!r} is not the address of a server: pass one such as http://127.0.0.1:8000")
-        return parts
+            if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+                return parts
+        raise ParameterError(f"{self.url!r} is not the address of a server: pass one such as http://127.0.0.1:8000")
 
     def _path(self, path: str) -> str:
         return self._parts().path.rstrip("/").removesuffix("/v1") + path

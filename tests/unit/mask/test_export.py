@@ -289,7 +289,7 @@ def test_compiled_flex_attention_on_a_gpu(q_len: int, kv_len: int, fields: dict[
 @pytest.mark.parametrize("kind", ["full", "tiles"])
 def test_flash_attention_4_reads_the_lists(kind: str) -> None:
     interface = pytest.importorskip("flash_attn.cute")
-    from experiments.peers.causal import causal
+    from sparseprefill.plugins.libraries.causal import causal
 
     sparsity = pytest.importorskip("flash_attn.cute.block_sparsity")
     call = on_gpu(1000, 1000, {})
