@@ -22,8 +22,11 @@ ESTIMATES = {
     "kascade": ["column_sums_kernel"],
     "rowmax": ["maxima_kernel", "choose_kernel"],
     "rowmax in 8 bits": ["round_keys_kernel", "maxima_kernel", "choose_kernel"],
-    "rowmax, columns": ["maxima_kernel", "choose_kernel"],
-    "rowmax, columns in 8 bits": ["round_keys_kernel", "maxima_kernel", "choose_kernel"],
+    "rowmax, columns": ["maxima_kernel", "choose_kernel"] * 3,
+    "rowmax, columns in 8 bits": [
+        *("round_keys_kernel", "maxima_kernel", "choose_kernel"),
+        *("round_keys_kernel", "hopper_maxima_kernel", "choose_kernel"),
+    ],
 }
 SCRIPT = Path(__file__).with_name("offline.py")
 
