@@ -396,16 +396,18 @@ def maxima_kernel(
     tl.store(sums_ptr + out * BLOCK_M + tl.arange(0, BLOCK_M), level + tl.math.log2(total))
 
 
-@triton.jit(do_not_specialize=(*RUNTIME, "rows", "parts"), do_not_specialize_on_alignment=("sinks_ptr",))
+@triton.jit(do_not_specialize=(*RUNTIME, "rows", "lowest", "parts"), do_not_specialize_on_alignment=("sinks_ptr",))
 def choose_kernel(
     chosen_ptr, maxima_ptr, sums_ptr, sinks_ptr, starts_ptr, lengths_ptr, least, q_offset, q_len, kv_len, window,
-    heads, kv_group, first_head, first_tile, blocks, reach, rows, columns, parts,
+    heads, kv_group, first_head, first_tile, blocks, reach, rows, columns, lowest, parts,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, EVERY: tl.constexpr, SHIFT: tl.constexpr, BLOCK_M: tl.constexpr,
+    APART: tl.constexpr,
     MEMBERS: tl.constexpr, UNION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """chosen ``[B, h, rows, columns]``: which columns have a share of 2^least or more for one row of a query tile.
 
-    Of a float type: the largest share instead. h: query heads, or with UNION KV heads. One program: COLUMNS columns
+    Of a float type: the largest share instead. APART: only columns from `lowest` to before the query tile's own key
+    tile. h: query heads, or with UNION KV heads. One program: COLUMNS columns
     of one query tile, of the MEMBERS heads (a power of two, not all of which need be there) that share an entry;
     their rows, ROWS of each (a power of two), lie side by side. Long rows come first.
     """
@@ -425,8 +427,12 @@ def choose_kernel(
     real = real & there
     top = tl.max(tl.where(real, position, -1), 0)
     end = 0 if top < 0 else top // WIDTH + 1
+    if APART:
+        end = tl.minimum(end, (queries.tile + first_tile + tile) * (BLOCK // WIDTH))
     c = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     seen = real[:, None] & (c < end)[None, :]
+    if APART:
+        seen = seen & (c >= lowest)[None, :]
     if WINDOW:
         seen = seen & (c[None, :] >= (tl.maximum(position - window + 1, 0) // WIDTH)[:, None])
     level, total = tl.full([MEMBERS * ROWS], float("-inf"), tl.float32), tl.zeros([MEMBERS * ROWS], tl.float32)

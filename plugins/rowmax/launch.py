@@ -77,9 +77,9 @@ def remark(call: AttentionCall, config: RowMaxConfig) -> str:
     return f"rowmax's kernel for Hopper does not work here, the portable one serves: {type(error).__name__}: {error}"
 
 
-def kept_tiles(call: AttentionCall, config: RowMaxConfig) -> Tensor:
+def kept_tiles(call: AttentionCall, config: RowMaxConfig, *, apart: bool = False) -> Tensor:
     """bool ``[B, h, R, C]``: see `stages.RowMaxEstimator.kept`."""
-    return _chosen(call, config, torch.bool)
+    return _chosen(call, config, torch.bool, apart=apart)
 
 
 def tile_shares(call: AttentionCall, config: RowMaxConfig) -> Tensor:
@@ -87,7 +87,7 @@ def tile_shares(call: AttentionCall, config: RowMaxConfig) -> Tensor:
     return _chosen(call, config, torch.float32)
 
 
-def _chosen(call: AttentionCall, config: RowMaxConfig, dtype: torch.dtype) -> Tensor:
+def _chosen(call: AttentionCall, config: RowMaxConfig, dtype: torch.dtype, *, apart: bool = False) -> Tensor:
     geometry, tile, which = call.geometry, config.block, sampling(config, call.group)
     width, each = config.column, tile // config.column
     rows, columns, per = geometry.tile_rows(tile), geometry.tile_columns(width), tile // which.stride
@@ -118,8 +118,8 @@ def _chosen(call: AttentionCall, config: RowMaxConfig, dtype: torch.dtype) -> Te
         _find(call, config, which, used, q, keys, factors, maxima, sums, numbers, parts)
         kernels.choose_kernel[(count, units, cdiv(columns, at_once))](
             chosen.view(torch.int8) if dtype == torch.bool else chosen, maxima, sums, call.sinks, geometry.starts,
-            geometry.lengths, least, *sizes, *place, rows, columns, parts,
-            MEMBERS=members, UNION=union, ROWS=lines, COLUMNS=at_once, BLOCK=tile, WIDTH=width,
+            geometry.lengths, least, *sizes, *place, rows, columns, each * int(config.sink), parts,
+            APART=apart, MEMBERS=members, UNION=union, ROWS=lines, COLUMNS=at_once, BLOCK=tile, WIDTH=width,
             EVERY=which.stride, SHIFT=which.shift, BLOCK_M=height, WINDOW=geometry.window is not None,
             num_warps=4, **FUSED,
         )  # fmt: skip

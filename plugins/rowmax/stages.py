@@ -10,9 +10,9 @@ from torch import Tensor
 
 from sparseprefill import kernels
 from sparseprefill.call import uncast
-from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.mask.priority import PriorityScores
+from sparseprefill.mask.tile_map import TileMap
 from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan, Remark
@@ -87,7 +87,9 @@ class RowMaxEstimator:
             rules = {"keep": self.kept(call), "band": 0, "sink": int(self.config.sink)}
             mask = SparseMask.from_rules(call, block, **rules)
         else:
-            mask = self._columns(call, self.kept(call))
+            tiles = SparseMask.from_rules(call, block, band=0, sink=int(self.config.sink))
+            columns = TileMap(geometry=call.geometry, tile_q=block, tile_k=width, keep=self.kept(call, apart=True))
+            mask = evolve(tiles, stripes=columns.lists, stripe_width=width, disjoint=True)
         said = ""
         if kernels.serve_rows(call.q):
             from . import launch
@@ -95,27 +97,23 @@ class RowMaxEstimator:
             said = launch.remark(call, self.config)
         return Plan(mask, priority=priority, notes={"rowmax": Remark(said)} if said else {})
 
-    def _columns(self, call: AttentionCall, keep: Tensor) -> SparseMask:
-        """The columns as stripes, but those of the row's own tile and of the first, which are tiles."""
-        geometry, block, width = call.geometry, self.config.block, self.config.column
-        each = block // width
-        tiles = geometry.tiles(block)[:, None, :, None]  # [B, 1, R, 1]
-        column = torch.arange(keep.shape[3], device=keep.device)
-        keep = keep & (column < tiles * each) & (column >= each * int(self.config.sink))
-        if keep.shape[1] != geometry.heads:
-            keep = keep.repeat_interleave(call.group, 1)
-        tiles_kept = SparseMask.from_rules(call, block, band=0, sink=int(self.config.sink))
-        stripes = IndexLists.from_map(keep)
-        return evolve(tiles_kept, stripes=stripes, stripe_width=width, disjoint=True)
+    def kept(self, call: AttentionCall, *, apart: bool = False) -> Tensor:
+        """bool ``[B, Hq, R, C]``, or of KV heads under a union: columns of a large enough share.
 
-    def kept(self, call: AttentionCall) -> Tensor:
-        """bool ``[B, Hq, R, C]``, or of KV heads under a union: columns of a large enough share."""
+        apart: without those of the row's own tile and, with a sink, of the first, which are kept as tiles.
+        """
         if kernels.serve_rows(call.q):
             from . import launch
 
-            return launch.kept_tiles(call, self.config)
+            return launch.kept_tiles(call, self.config, apart=apart)
         # What is no number is not known to be small.
-        return ~(self._plain_shares(call) < self.config.eps)
+        keep = ~(self._plain_shares(call) < self.config.eps)
+        if apart:
+            each = self.config.block // self.config.column
+            column = torch.arange(keep.shape[3], device=keep.device)
+            own = call.geometry.tiles(self.config.block)[:, None, :, None] * each  # [B, 1, R, 1]
+            keep &= (column < own) & (column >= each * int(self.config.sink))
+        return keep
 
     def shares(self, call: AttentionCall) -> Tensor:
         """float ``[B, Hq, R, C]``, or of KV heads under a union: the largest share of a sampled row for a column."""

@@ -28,8 +28,8 @@ from .shape import Shape
 
 STRENGTH = 14.0
 """By how much planted logits stand out in the plain kinds of inputs."""
-TILE, GROUP = 128, 16
-"""Tokens of a random mask's tile; query tiles that share their stripes."""
+TILE, GROUP, COLUMN = 128, 16, 16
+"""Tokens of a random mask's tile; query tiles that share their stripes; tokens of a wide stripe."""
 LAYERS: Mapping[str, int] = MappingProxyType({"kascade": 32})
 """Layers of a prefill that are run, where a method does not do the same in each."""
 
@@ -75,9 +75,10 @@ def in_pages(call: AttentionCall, page: int, seed: int) -> AttentionCall:
 
 @frozen
 class Part:
-    """Tiles of 128 x 128, or columns before each group of 2,048 rows, at random; the diagonal tiles; or everything."""
+    """Tiles of 128 x 128, stripes before each group of 2,048 rows, or columns of 16 keys before each query tile, at
+    random; the diagonal tiles; or everything."""
 
-    kind: str = field(validator=one_of("full", "diagonal", "tiles", "stripes"))
+    kind: str = field(validator=one_of("full", "diagonal", "tiles", "stripes", "columns"))
     share: float = field(default=1.0, validator=number(0.0, 1.0))
 
     def __str__(self) -> str:
@@ -93,28 +94,29 @@ class Part:
         if self.kind == "tiles":
             sizes = (g.batch, g.heads, g.tile_rows(TILE), g.tile_columns(TILE))
             return SparseMask.from_tiles(call, torch.rand(*sizes, generator=source, device=device) < self.share, TILE)
-        # Columns before each group, as AnchorAttention selects them, without the diagonal.
-        groups = g.tile_rows(TILE * GROUP)
-        keep = torch.empty(g.batch, g.heads, groups, g.kv_len, dtype=torch.bool, device=device)
+        # Before each group, as AnchorAttention selects them, or each query tile, as rowmax; without the diagonal.
+        group, width = (GROUP, 1) if self.kind == "stripes" else (1, COLUMN)
+        groups, columns = g.tile_rows(TILE * group), g.tile_columns(width)
+        keep = torch.empty(g.batch, g.heads, groups, columns, dtype=torch.bool, device=device)
         for row in range(g.batch):  # a head at a time: drawn at once, the numbers would take gigabytes
             for head in range(g.heads):
-                keep[row, head] = torch.rand(groups, g.kv_len, generator=source, device=device) < self.share
-        before = g.tiles(TILE * GROUP)[..., None] * TILE * GROUP
-        keep &= (torch.arange(g.kv_len, device=device) < before)[:, None]
-        return evolve(SparseMask.from_stripes(call, keep, GROUP, diagonal=False), disjoint=True)
+                keep[row, head] = torch.rand(groups, columns, generator=source, device=device) < self.share
+        before = g.tiles(TILE * group)[..., None] * TILE * group // width
+        keep &= (torch.arange(columns, device=device) < before)[:, None]
+        return evolve(SparseMask.from_stripes(call, keep, group, diagonal=False, width=width), disjoint=True)
 
 
 def parse_mask(text: str) -> tuple[Part, ...]:
     """Parts of a mask such as ``full``, ``tiles:0.1``, or ``diagonal+stripes:0.05``; ParameterError else."""
     parts = []
     for one in text.split("+"):
-        found = re.fullmatch(r"\s*(?:(full|diagonal)|(tiles|stripes):([0-9.eE-]+))\s*", one)
+        found = re.fullmatch(r"\s*(?:(full|diagonal)|(tiles|stripes|columns):([0-9.eE-]+))\s*", one)
         try:
             if found is None:
                 raise ValueError
             parts.append(Part(found[1]) if found[1] else Part(found[2], float(found[3])))
         except ValueError:
-            what = "full, diagonal, tiles:SHARE or stripes:SHARE with a share from 0 to 1, joined by +"
+            what = "full, diagonal, tiles:SHARE, stripes:SHARE or columns:SHARE with a share from 0 to 1, joined by +"
             raise ParameterError(f"mask is {text!r}: pass {what}, such as tiles:0.05+stripes:0.05") from None
     return tuple(parts)
 
@@ -123,7 +125,8 @@ def random_mask(call: AttentionCall, parts: Sequence[Part], seed: int) -> Sparse
     """The union of the parts, always the same for a seed and a device."""
     source = torch.Generator(call.q.device).manual_seed(seed)
     mask = reduce(or_, [part.mask(call, source) for part in parts])
-    apart = {part.kind for part in parts} == {"diagonal", "stripes"}  # columns stand before their group's tiles
+    # Stripes stand before their group's tiles.
+    apart = {part.kind for part in parts} in ({"diagonal", "stripes"}, {"diagonal", "columns"})
     return evolve(mask, disjoint=True) if apart else mask
 
 

@@ -20,6 +20,7 @@ MASKS = (
     *(f"tiles:{share}" for share in (0.5, 0.25, 0.1, 0.05, 0.02)),
     *(f"stripes:{share}" for share in (0.1, 0.05, 0.02)),
     "tiles:0.05+stripes:0.05",
+    *(f"diagonal+columns:{share}" for share in (0.1, 0.05, 0.02)),
 )
 EIGHT_MASKS = ("full", *(f"tiles:{share}" for share in (0.5, 0.25, 0.1, 0.05, 0.02)))
 CHUNKS, CHUNK_MASKS = (2048, 8192), ("full", "tiles:0.1", "diagonal+stripes:0.1")

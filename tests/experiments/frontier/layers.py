@@ -68,7 +68,12 @@ class Layers:
                     raise ParameterError(
                         f"layer {call.layer} has {what}: dense kernels are only timed with plain causal attention"
                     )
-        return cls(calls, tuple(baseline(call, [call.kv_len]) for call in calls))
+        # Dense attention takes layers of one shape equally long: inputs of one stand for all, which saves their copies.
+        made: dict[Any, Baseline] = {}
+        for call in calls:
+            if _shape(call) not in made:
+                made[_shape(call)] = baseline(call, [call.kv_len])
+        return cls(calls, tuple(made[_shape(call)] for call in calls))
 
     def time(self, pipeline: Pipeline | Route, clock: Clock) -> LayersTime:
         """Time a pipeline on all layers, one after the other as in a prefill; its own errors pass through."""
@@ -86,6 +91,10 @@ class Layers:
     def _run(self, pipeline: Pipeline | Route, memory: Memory) -> None:
         for call in self.calls:
             pipeline.run(call, memory)
+
+
+def _shape(call: AttentionCall) -> tuple[Any, ...]:
+    return (*call.q.shape, *call.k.shape, call.softmax_scale)
 
 
 @torch.inference_mode()

@@ -32,7 +32,7 @@ def fill(ring, raw, eight, work, sizes, mask, cache, skip, shape):
 
 @gluon.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=("cache_table",))
 def hopper_attention_fwd_kernel(
-    queries, cache_k_desc, cache_v_desc, cache_k, cache_v, cache_table,
+    queries, cache_k_desc, cache_v_desc, cache_k_box, cache_v_box, cache_k, cache_v, cache_table,
     cache_stride_kb, cache_stride_kh, cache_stride_kn, cache_stride_vb, cache_stride_vh, cache_stride_vn,
     mask_tiles_counts, mask_tiles_offsets, mask_tiles_indices,
     mask_stripes_counts, mask_stripes_offsets, mask_stripes_indices,
@@ -45,15 +45,16 @@ def hopper_attention_fwd_kernel(
     sizes_kv_group, sizes_requests,
     scale, k_scale, below, skipped, counter, order, draws,
     eight_k_desc, eight_v_desc, eight_k_scale, eight_k_mean, eight_v_scale, eight_v_inverse, eight_v_mean, eight_exact,
-    TILE_Q: gl.constexpr, TILE_K: gl.constexpr, GROUP: gl.constexpr, WIDTH: gl.constexpr, BLOCK_M: gl.constexpr,
+    TILE_Q: gl.constexpr, TILE_K: gl.constexpr, GROUP: gl.constexpr, WIDTH: gl.constexpr, BOX: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr, REGISTERS: gl.constexpr,
-    FP8: gl.constexpr, AHEAD: gl.constexpr, DEFER: gl.constexpr,
+    FP8: gl.constexpr, AHEAD: gl.constexpr, DEFER: gl.constexpr, PRODUCERS: gl.constexpr,
 ):  # fmt: skip
     """Block-sparse attention: each block of queries over the key tiles and the stripes that its lists name.
 
-    A persistent kernel: as many programs as multiprocessors, and each draws query blocks until none is left. Sixteen
-    warps play four roles: two consumers of four warps compute (the first is the default partition), a producer of four
-    fetches keys and values, and a scheduler of one, whose warpgroup is padded, draws the blocks. Producer and consumers
+    A persistent kernel: as many programs as multiprocessors, and each draws query blocks until none is left. Its warps
+    play four roles: two consumers of four warps compute (the first is the default partition), a producer of PRODUCERS
+    fetches keys and values (four where it gathers, one where the copy engine does), and a scheduler of one, whose
+    warpgroup is padded, draws the blocks. Producer and consumers
     apart, and products that overlap with softmax, are FlashAttention-3's (Shah et al., 2024, Algorithms 1 and 2); lists
     of tiles and stripes, pages, and the scheduler are ours. How the roles talk is told in `arguments`.
 
@@ -70,7 +71,7 @@ def hopper_attention_fwd_kernel(
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], queries.layout)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], queries.layout)
     positions = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_N], flat)
-    gathered: gl.constexpr = PAGE > 0 and mask_stripes_indices is not None and FP8 is None
+    gathered: gl.constexpr = PAGE > 0 and mask_stripes_indices is not None and FP8 is None and BOX == 0
     cache_rows = gl.allocate_shared_memory(gl.int32, [BLOCK_N if gathered else 1], flat)
     work_smem = gl.allocate_shared_memory(gl.int32, [SLOTS * FIELDS, 1], flat)
     q_ready = gl.allocate_shared_memory(gl.int64, [1], bar)
@@ -99,7 +100,7 @@ def hopper_attention_fwd_kernel(
         for i in gl.static_range(2 * STAGES):
             mbarrier.init(told.index(i), count=1)
     skip = Skip(below, skipped, votes, told)
-    shape: gl.constexpr = Shape(TILE_Q, TILE_K, GROUP, WIDTH, BLOCK_M, BLOCK_N, D, STAGES, PAGE, FP8, AHEAD)
+    shape: gl.constexpr = Shape(TILE_Q, TILE_K, GROUP, WIDTH, BOX, BLOCK_M, BLOCK_N, D, STAGES, PAGE, FP8, AHEAD)
     eight = Eight(
         eight_k_desc,
         eight_v_desc,
@@ -131,7 +132,7 @@ def hopper_attention_fwd_kernel(
     stripes = Lists(mask_stripes_counts, mask_stripes_offsets, mask_stripes_indices)
     mask = Mask(tiles, stripes, mask_bitmap, mask_tile_rows, mask_group_rows, mask_columns)
     cache = Cache(
-        cache_k_desc, cache_v_desc, cache_k, cache_v, cache_table,
+        cache_k_desc, cache_v_desc, cache_k_box, cache_v_box, cache_k, cache_v, cache_table,
         cache_stride_kb, cache_stride_kh, cache_stride_kn, cache_stride_vb, cache_stride_vh, cache_stride_vn,
     )  # fmt: skip
     carry = State(carry_m, carry_l, carry_acc)
@@ -158,6 +159,6 @@ def hopper_attention_fwd_kernel(
             (fill, (ring, raw, eight, work, sizes, mask, cache, skip, shape)),
             (schedule, (block, eight, work, sizes, mask, shape)),
         ],
-        [4, 4, 1],
+        [4, PRODUCERS, 1],
         [REGISTERS[0], REGISTERS[1], REGISTERS[2]],
     )

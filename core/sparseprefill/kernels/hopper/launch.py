@@ -37,6 +37,8 @@ BLOCK_N = {64: 128, 128: 128, 256: 64}
 """Most keys of a step, by head dimension."""
 REGISTERS = (216, 48, 32)
 """Per thread of the consumers, the producer and the scheduler: 216 + 216 + 48 + 32 is a multiprocessor's share."""
+ALONE = (216, 72, 72)
+"""The same where the producer is one warp, which shares a warpgroup with the scheduler."""
 DEFER = True
 """Values of tiles wait for the votes, where steps may be left out: they are as many bytes as the keys."""
 CONVERTING = (192, 96, 32)
@@ -215,8 +217,11 @@ def _run(
     (batch, heads, _, width), q, source = call.q.shape, given.queries.ptr, Source.of(call)
     block_n, fp8 = min(mask.tile_k, BLOCK_N[width]), FORMATS.get(source.k.dtype)
     stages, registers = (STAGES, REGISTERS) if fp8 is None else (STAGES_FP8, CONVERTING)
+    box = _box(mask, source, block_n)
     if eight is not None:
         block_n, stages, registers = TILE.value // 2, STAGES_EIGHT, ROUNDING
+    elif _producers(box) == 1:
+        registers = ALONE
     batch = batch if requests is None else len(requests.masks)
     blocks = _blocks(mask, given)
     items = batch * heads * blocks
@@ -227,7 +232,7 @@ def _run(
     strides = (outputs.stride_ob, outputs.stride_oh, outputs.stride_on, outputs.stride_lb, outputs.stride_lh)
     arguments = Arguments(
         _descriptor(q, BLOCK_M // 2),
-        _cache(source, block_n),
+        _cache(source, block_n, box),
         given.mask,
         given.carry,
         Outputs(outputs.out, outputs.lse, outputs.state, nonfinite, outputs.sinks, source.v_scale, *strides),
@@ -243,9 +248,10 @@ def _run(
     )
     hopper_attention_fwd_kernel[(min(draws or items, multiprocessors(q.device)),)](
         *flat(arguments),
-        TILE_Q=mask.tile_q, TILE_K=mask.tile_k, GROUP=mask.group, WIDTH=mask.stripe_width, BLOCK_M=BLOCK_M,
+        TILE_Q=mask.tile_q, TILE_K=mask.tile_k, GROUP=mask.group, WIDTH=mask.stripe_width, BOX=box,
+        BLOCK_M=BLOCK_M,
         BLOCK_N=block_n, D=width, STAGES=stages[width], PAGE=source.page, REGISTERS=registers, FP8=fp8,
-        AHEAD=0 if fp8 is None else AHEAD[width],
+        AHEAD=0 if fp8 is None else AHEAD[width], PRODUCERS=_producers(box),
         DEFER=DEFER and given.logits.below is not None, num_warps=4, **FUSED,
     )  # fmt: skip
     return nonfinite
@@ -314,22 +320,44 @@ def _descriptor(x: Tensor, rows: int, columns: int | None = None) -> TensorDescr
     return TensorDescriptor(x, list(x.shape), list(x.stride()), block, LAYOUT)
 
 
-def _cache(source: Source, block_n: int) -> Cache:
+def _box(mask: SparseMask, source: Source, block_n: int) -> int:
+    """Keys of a stripe that the copy engine brings at once, fewer than a step has; 0 where it is to gather them."""
+    if mask.stripes is None or mask.stripe_width < LEAST_PAGE or source.k.dtype in FORMATS:
+        return 0
+    return min(mask.stripe_width, block_n // 2, source.page or block_n)
+
+
+def _producers(box: int) -> int:
+    """Warps of the producer: one keeps the copy engine busy, gathering and converting take four."""
+    return 1 if box else 4
+
+
+def _cache(source: Source, block_n: int, box: int) -> Cache:
     """Keys and values as the kernel reads them: of pages, `stride_b` counts rows from one to the next."""
     k, v = source.k, source.v
+    boxes: tuple[TensorDescriptor | None, TensorDescriptor | None] = (None, None)
     if not source.page:
-        return Cache(_descriptor(k, block_n), _descriptor(v, block_n), k, v, None, *strides(k), *strides(v))
+        if box:
+            boxes = _descriptor(k, box, PANEL.value), _descriptor(v, box, PANEL.value)
+        tiles = _descriptor(k, block_n), _descriptor(v, block_n)
+        return Cache(*tiles, *boxes, k, v, None, *strides(k), *strides(v))
+    tiles = (None, None)
     if k.dtype in FORMATS:  # words of four numbers
-        k, v, descriptors = k.view(torch.int32), v.view(torch.int32), (None, None)
+        k, v = k.view(torch.int32), v.view(torch.int32)
     else:
-        descriptors = cache_descriptors(source, block_n)
-    return Cache(*descriptors, k, v, source.table, *page_strides(k), *page_strides(v))
+        tiles = cache_descriptors(source, block_n)
+        if box:
+            boxes = cache_descriptors(source, block_n, box)
+    return Cache(*tiles, *boxes, k, v, source.table, *page_strides(k), *page_strides(v))
 
 
-def cache_descriptors(source: Source, block_n: int) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """Descriptors of K and V in pages: a step's keys of a head in one page, or, of smaller pages, those of a panel."""
+def cache_descriptors(source: Source, block_n: int, box: int = 0) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """Descriptors of K and V in pages: a step's keys of a head in one page, or, of smaller pages, those of a panel.
+
+    box: so many keys in a panel instead.
+    """
     page = source.k.shape[1]
-    block = (block_n, None) if page >= block_n else (page, PANEL.value)
+    block = (box, PANEL.value) if box else (block_n, None) if page >= block_n else (page, PANEL.value)
     # Heads first, as in tensors: the copy engine takes strides in any order.
     k, v = (_descriptor(x.permute(0, 2, 1, 3), *block) for x in (source.k, source.v))
     return k, v

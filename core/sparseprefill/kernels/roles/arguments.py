@@ -34,8 +34,8 @@ from sparseprefill.kernels.attention.arguments import Mask, State
 class Shape(NamedTuple):
     """Sizes known when the kernel is compiled: the mask's tiles, the blocks of a step, head dimension, steps in the ring.
 
-    GROUP: query tiles that share a list of stripes. WIDTH: keys of a stripe. PAGE: tokens of a page, a power of two; 0
-    without pages. FP8: what the cache holds, "e4m3" or "e5m2"; None where that is what the kernel computes in. AHEAD:
+    GROUP: query tiles that share a list of stripes. WIDTH: keys of a stripe. BOX: of them, those that the copy engine
+    brings at once; 0 where they are gathered one by one. PAGE: tokens of a page, a power of two; 0 without pages. FP8: what the cache holds, "e4m3" or "e5m2"; None where that is what the kernel computes in. AHEAD:
     steps that are on their way from an fp8 cache at once.
     """
 
@@ -43,6 +43,7 @@ class Shape(NamedTuple):
     TILE_K: Any
     GROUP: Any
     WIDTH: Any
+    BOX: Any
     BLOCK_M: Any
     BLOCK_N: Any
     D: Any
@@ -161,7 +162,8 @@ class Sizes(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """K and V, ``[B, Hkv, Nkv, D]``: descriptors for tiles, pointers for stripes.
+    """K and V, ``[B, Hkv, Nkv, D]``: descriptors for tiles, others for boxes of stripes (or None), pointers for stripes
+    that are gathered.
 
     With pages, table names those of the request, of several the first, and stride_kb counts rows, not elements, from one
     page to the next. An fp8 cache has no descriptors; of it, pointers and strides are those of words of four numbers.
@@ -169,6 +171,8 @@ class Cache(NamedTuple):
 
     k_desc: Any
     v_desc: Any
+    k_box: Any
+    v_box: Any
     k: Any
     v: Any
     table: Any

@@ -11,6 +11,8 @@ from sparseprefill.kernels.roles.gluon import load_block, reinterpret
 
 PANEL = gl.constexpr(64)
 """Columns that lie together in shared memory: 128 bytes, the width of its swizzle."""
+BEYOND = gl.constexpr(0x3FFFFFFF)
+"""A row behind the last of any tensor."""
 
 
 @gluon.jit
@@ -85,13 +87,14 @@ def pages_of(BLOCK_N, PAGE):
 
 
 @gluon.jit
-def boxes(smem, shape):
-    """The stages of K or V as what one load fills: a stage, or the rows of one page in one panel of columns."""
-    if shape.PAGE == 0 or shape.PAGE >= shape.BLOCK_N:
+def boxes(smem, ROWS: gl.constexpr, shape):
+    """The stages of K or V as what one load fills: ROWS rows in one panel of columns, or, where a step has no more of
+    them (and where ROWS is 0), a stage."""
+    if ROWS == 0 or ROWS >= shape.BLOCK_N:
         return smem
     else:  # noqa: RET505 - what stands behind a branch that returns is compiled, too
-        count: gl.constexpr = shape.STAGES * (shape.D // PANEL) * (shape.BLOCK_N // shape.PAGE)
-        return reinterpret(smem, smem.dtype, [count, 1, 1, shape.PAGE, PANEL], smem.layout)
+        count: gl.constexpr = shape.STAGES * (shape.D // PANEL) * (shape.BLOCK_N // ROWS)
+        return reinterpret(smem, smem.dtype, [count, 1, 1, ROWS, PANEL], smem.layout)
 
 
 @gluon.jit
@@ -130,6 +133,38 @@ def load_step(desc, entries, b, head, key, start, ready, smem, stage, shape):
         load_pages(desc, entries, head, key, ready, smem, stage, shape)
     else:
         load_block(desc, [b, head, key + start, 0], ready, smem.index(stage))  # [BLOCK_N, D]
+
+
+@gluon.jit
+def boxes_of_columns(list_ptr, table_ptr, first, seen, b, start, shape):
+    """Where the boxes of a step of columns stand, the first and the third coordinate of each: a page's or batch row `b`
+    with its first key `start`, and the row there. first: number of the step's first key among the list's, of which
+    `seen` count; boxes behind these lie outside, so that the copy engine fills zeros."""
+    outer = ()
+    inner = ()
+    for part in gl.static_range(shape.BLOCK_N // shape.BOX):
+        at = first + part * shape.BOX
+        there = at < seen
+        key = gl.load(list_ptr + at // shape.WIDTH, mask=there, other=0) * shape.WIDTH + at % shape.WIDTH
+        if shape.PAGE > 0:
+            outer += (gl.load(table_ptr + key // shape.PAGE, mask=there, other=-1),)  # type: ignore[assignment]
+            inner += (key % shape.PAGE,)  # type: ignore[assignment]
+        else:
+            outer += (b,)  # type: ignore[assignment]
+            inner += (gl.where(there, key + start, BEYOND),)  # type: ignore[assignment]
+    return outer, inner
+
+
+@gluon.jit
+def load_boxes(desc, outer, inner, head, ready, smem, stage, shape):
+    """Start copying a step of columns into the `boxes` of a stage."""
+    mbarrier.expect(ready, shape.BLOCK_N * shape.D * 2)
+    parts: gl.constexpr = shape.BLOCK_N // shape.BOX
+    panels: gl.constexpr = shape.D // PANEL
+    for part in gl.static_range(parts):
+        for panel in gl.static_range(panels):
+            box = smem.index(stage * (panels * parts) + panel * parts + part)
+            load_block(desc, [outer[part], head, inner[part], panel * PANEL], ready, box)  # [BOX, PANEL]
 
 
 @gluon.jit

@@ -13,9 +13,11 @@ from sparseprefill.kernels.roles.gluon import barrier, load_block, load_rows
 from sparseprefill.kernels.roles.paging import (
     batch_row,
     boxes,
+    boxes_of_columns,
     entries_of,
     head_of,
     keys_of,
+    load_boxes,
     load_step,
     own,
     own_size,
@@ -78,6 +80,92 @@ def send_tiles(
 
 
 @gluon.jit
+def send_columns(
+    ring, cache, stripe_ptr, bitmap_ptr, table, seen, unmasked, b, hk, start, k_boxes, v_boxes, stage, phase, shape
+):  # fmt: skip
+    """Fetch the steps of an item's stripes through the copy engine, a box at a time. The slot behind them and its phase.
+
+    bitmap_ptr: the query tile's row of the map of tiles, whose columns do not count; None where there are none.
+    """
+    BLOCK_N: gl.constexpr = shape.BLOCK_N
+    number = gl.arange(0, BLOCK_N, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    for j in range(gl.cdiv(seen, BLOCK_N)):
+        # early: their latency passes while the stage empties
+        outer, inner = boxes_of_columns(stripe_ptr, table, j * BLOCK_N, seen, b, start, shape)
+        mbarrier.wait(ring.k_empty.index(stage), phase)
+        if j >= unmasked:
+            at = column_keys(stripe_ptr, gl.minimum(j * BLOCK_N + number, seen - 1), shape.WIDTH)  # [BLOCK_N]
+            keep = j * BLOCK_N + number < seen
+            if bitmap_ptr is not None:
+                keep = keep & (gl.load(bitmap_ptr + at // shape.TILE_K) == 0)
+            ring.positions.index(stage).store(gl.where(keep, at, at | HIDDEN))
+            barrier()
+        load_boxes(cache.k_box, outer, inner, hk, ring.k_ready.index(stage), k_boxes, stage, shape)
+        mbarrier.wait(ring.v_empty.index(stage), phase)
+        load_boxes(cache.v_box, outer, inner, hk, ring.v_ready.index(stage), v_boxes, stage, shape)
+        stage, phase = advance(stage, phase, shape.STAGES)
+    return stage, phase
+
+
+@gluon.jit
+def gather_columns(
+    ring, cache, stripe_ptr, bitmap_ptr, table, seen, unmasked, b, hk, start, stage, phase, sizes, shape
+):  # fmt: skip
+    """What `send_columns` does, for columns of any width: row by row, with asynchronous copies. Consumers are told of a
+    step while the next one's copies are under way; `PAGE`: rows are where `ring.cache_rows` says."""
+    BLOCK_N: gl.constexpr = shape.BLOCK_N
+    D: gl.constexpr = shape.D
+    block: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // D, D // 8], [gl.num_warps(), 1], [1, 0])
+    by_row: gl.constexpr = gl.SliceLayout(1, block)
+    number = gl.arange(0, BLOCK_N, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    dims = gl.arange(0, D, layout=gl.SliceLayout(0, block))
+    if sizes.requests is not None:
+        b = b * 0  # the cache is one
+    k_base = cache.k + b.to(gl.int64) * cache.stride_kb + hk.to(gl.int64) * cache.stride_kh
+    v_base = cache.v + b.to(gl.int64) * cache.stride_vb + hk.to(gl.int64) * cache.stride_vh
+    if sizes.starts is not None:
+        k_base += start.to(gl.int64) * cache.stride_kn
+        v_base += start.to(gl.int64) * cache.stride_vn
+    chunks = gl.cdiv(seen, BLOCK_N)
+    at = column_keys(stripe_ptr, gl.minimum(number, seen - 1), shape.WIDTH, some=number * 0 < seen)
+    if shape.PAGE > 0:
+        there = row_in_cache(table, at, cache.stride_kb, shape.PAGE)  # [BLOCK_N]
+    before = 0
+    for j in range(chunks):
+        if j >= unmasked:
+            keep = j * BLOCK_N + number < seen
+            if bitmap_ptr is not None:
+                keep = keep & (gl.load(bitmap_ptr + at // shape.TILE_K) == 0)
+            at = gl.where(keep, at, at | HIDDEN)
+        mbarrier.wait(ring.k_empty.index(stage), phase)
+        ring.positions.index(stage).store(at)
+        numbers = ring.positions.index(stage)
+        if shape.PAGE > 0:
+            ring.cache_rows.store(there)
+            numbers = ring.cache_rows
+        barrier()
+        following = gl.minimum((j + 1) * BLOCK_N + number, seen - 1)
+        at = column_keys(stripe_ptr, following, shape.WIDTH)  # [BLOCK_N]
+        gather(ring.k_smem.index(stage), numbers, k_base, cache.stride_kn, dims, by_row, shape)
+        if j > 0:
+            hand_over(ring.k_ready.index(before), 2)
+        if shape.PAGE > 0:
+            there = row_in_cache(table, at, cache.stride_kb, shape.PAGE)  # [BLOCK_N]
+        mbarrier.wait(ring.v_empty.index(stage), phase)
+        gather(ring.v_smem.index(stage), numbers, v_base, cache.stride_vn, dims, by_row, shape)
+        if j > 0:
+            hand_over(ring.v_ready.index(before), 2)
+        elif shape.PAGE > 0:
+            barrier()  # nobody reads `ring.cache_rows` any more
+        before = stage
+        stage, phase = advance(stage, phase, shape.STAGES)
+    if chunks > 0:
+        hand_over(ring.k_ready.index(before), 1)
+        hand_over(ring.v_ready.index(before), 0)
+    return stage, phase
+
+
+@gluon.jit
 def send_eight(ring, eight, head, kv_heads, columns, tile_ptr, steps, stage, phase, shape):
     """The producer's part: `steps` tiles, from the one at `tile_ptr` back, with their factors. The slot behind them and
     its phase."""
@@ -105,23 +193,18 @@ def send_eight(ring, eight, head, kv_heads, columns, tile_ptr, steps, stage, pha
 
 @gluon.jit
 def produce(ring, eight, work, sizes, mask, cache, skip, shape):
-    """Four warps. Steps of an item: its tiles from the last to the first, then its stripes, BLOCK_N at a time.
+    """Steps of an item: its tiles from the last to the first, then its stripes, BLOCK_N at a time.
 
     Tiles come through the copy engine, as all keys do in FlashAttention-3 (Shah et al., 2024, Algorithm 1). Stripes are
-    ours: their columns are gathered row by row with asynchronous copies, and the consumers are told of a step while the
-    next one's copies are under way. With pages, rows are gathered from where `ring.cache_rows` says. Where steps may be
-    left out (`skip`), tiles come in another order, and their values perhaps on demand: `fetch`.
+    ours: wide ones come the same way (`send_columns`), of others each column is gathered (`gather_columns`), which takes
+    four warps. Where steps may be left out (`skip`), tiles come in another order, and their values perhaps on demand:
+    `fetch`.
     """
-    k_boxes = boxes(ring.k_smem, shape)
-    v_boxes = boxes(ring.v_smem, shape)
-    BLOCK_N: gl.constexpr = shape.BLOCK_N
-    D: gl.constexpr = shape.D
-    line: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    block: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // D, D // 8], [gl.num_warps(), 1], [1, 0])
-    by_row: gl.constexpr = gl.SliceLayout(1, block)
-    parts: gl.constexpr = shape.TILE_K // BLOCK_N
-    number = gl.arange(0, BLOCK_N, layout=line)
-    dims = gl.arange(0, D, layout=gl.SliceLayout(0, block))
+    k_boxes = boxes(ring.k_smem, shape.PAGE, shape)
+    v_boxes = boxes(ring.v_smem, shape.PAGE, shape)
+    k_columns = boxes(ring.k_smem, shape.BOX, shape)
+    v_columns = boxes(ring.v_smem, shape.BOX, shape)
+    parts: gl.constexpr = shape.TILE_K // shape.BLOCK_N
     stage = 0
     phase = 1
     slot = 0
@@ -174,53 +257,17 @@ def produce(ring, eight, work, sizes, mask, cache, skip, shape):
                             )  # fmt: skip
             if mask.stripes.indices is not None:
                 start, _, _ = batch_row(sizes, b)  # again, rather than held through the tiles
+                bitmap_ptr = None
                 if mask.bitmap is not None:
-                    bitmap = own(mask.bitmap, sizes, b, BITMAP)
-                    tile_rows = own_size(mask.tile_rows, sizes, b, TILE_ROWS)
-                    columns = own_size(mask.columns, sizes, b, COLUMNS)
-                    head = head_of(sizes, bh)
-                if sizes.requests is not None:
-                    b = b * 0  # the cache is one
-                k_base = cache.k + b.to(gl.int64) * cache.stride_kb + hk.to(gl.int64) * cache.stride_kh
-                v_base = cache.v + b.to(gl.int64) * cache.stride_vb + hk.to(gl.int64) * cache.stride_vh
-                if sizes.starts is not None:
-                    k_base += start.to(gl.int64) * cache.stride_kn
-                    v_base += start.to(gl.int64) * cache.stride_vn
-                chunks = gl.cdiv(seen, BLOCK_N)
-                at = column_keys(stripe_ptr, gl.minimum(number, seen - 1), shape.WIDTH, some=number * 0 < seen)
-                if shape.PAGE > 0:
-                    there = row_in_cache(table, at, cache.stride_kb, shape.PAGE)  # [BLOCK_N]
-                before = 0
-                for j in range(chunks):
-                    if j >= unmasked:
-                        keep = j * BLOCK_N + number < seen
-                        if mask.bitmap is not None:
-                            tile = query_block(item, sizes) // (shape.TILE_Q // shape.BLOCK_M)
-                            row = head.to(gl.int64) * tile_rows + tile
-                            keep = keep & (gl.load(bitmap + row * columns + at // shape.TILE_K) == 0)
-                        at = gl.where(keep, at, at | HIDDEN)
-                    mbarrier.wait(ring.k_empty.index(stage), phase)
-                    ring.positions.index(stage).store(at)
-                    numbers = ring.positions.index(stage)
-                    if shape.PAGE > 0:
-                        ring.cache_rows.store(there)
-                        numbers = ring.cache_rows
-                    barrier()
-                    following = gl.minimum((j + 1) * BLOCK_N + number, seen - 1)
-                    at = column_keys(stripe_ptr, following, shape.WIDTH)  # [BLOCK_N]
-                    gather(ring.k_smem.index(stage), numbers, k_base, cache.stride_kn, dims, by_row, shape)
-                    if j > 0:
-                        hand_over(ring.k_ready.index(before), 2)
-                    if shape.PAGE > 0:
-                        there = row_in_cache(table, at, cache.stride_kb, shape.PAGE)  # [BLOCK_N]
-                    mbarrier.wait(ring.v_empty.index(stage), phase)
-                    gather(ring.v_smem.index(stage), numbers, v_base, cache.stride_vn, dims, by_row, shape)
-                    if j > 0:
-                        hand_over(ring.v_ready.index(before), 2)
-                    elif shape.PAGE > 0:
-                        barrier()  # nobody reads `ring.cache_rows` any more
-                    before = stage
-                    stage, phase = advance(stage, phase, shape.STAGES)
-                if chunks > 0:
-                    hand_over(ring.k_ready.index(before), 1)
-                    hand_over(ring.v_ready.index(before), 0)
+                    row = head_of(sizes, bh).to(gl.int64) * own_size(mask.tile_rows, sizes, b, TILE_ROWS)
+                    row += query_block(item, sizes) // (shape.TILE_Q // shape.BLOCK_M)
+                    bitmap_ptr = own(mask.bitmap, sizes, b, BITMAP) + row * own_size(mask.columns, sizes, b, COLUMNS)
+                if shape.BOX > 0:
+                    stage, phase = send_columns(
+                        ring, cache, stripe_ptr, bitmap_ptr, table, seen, unmasked, b, hk, start, k_columns, v_columns,
+                        stage, phase, shape,
+                    )  # fmt: skip
+                else:
+                    stage, phase = gather_columns(
+                        ring, cache, stripe_ptr, bitmap_ptr, table, seen, unmasked, b, hk, start, stage, phase, sizes, shape
+                    )  # fmt: skip
