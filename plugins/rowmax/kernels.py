@@ -407,7 +407,7 @@ def choose_kernel(
     """chosen ``[B, h, rows, columns]``: which columns have a share of 2^least or more for one row of a query tile.
 
     Of a float type: the largest share instead. APART: only columns from `lowest` to before the query tile's own key
-    tile. h: query heads, or with UNION KV heads. One program: COLUMNS columns
+    tile, and behind that nothing is stored. h: query heads, or with UNION KV heads. One program: COLUMNS columns
     of one query tile, of the MEMBERS heads (a power of two, not all of which need be there) that share an entry;
     their rows, ROWS of each (a power of two), lie side by side. Long rows come first.
     """
@@ -428,8 +428,19 @@ def choose_kernel(
     top = tl.max(tl.where(real, position, -1), 0)
     end = 0 if top < 0 else top // WIDTH + 1
     if APART:
-        end = tl.minimum(end, (queries.tile + first_tile + tile) * (BLOCK // WIDTH))
+        own = (queries.tile + first_tile + tile) * (BLOCK // WIDTH)
+        end = tl.minimum(end, own)
+        if tl.program_id(2) * COLUMNS >= own + BLOCK // WIDTH:
+            return
     c = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    loaded = member < kv_group if UNION else member == member  # noqa: PLR0124 - all
+    if ROWS != PER:
+        loaded = loaded & (j < PER)
+    # What lies side by side is loaded at once, also where a row sees nothing; early, so that other loads pass meanwhile.
+    source = (b * heads + h).to(tl.int64) * tl.cdiv(blocks * BLOCK_M, PER) * reach * PER + tile * reach * PER
+    m = tl.load(
+        maxima_ptr + (source + j)[:, None] + c[None, :] * PER, mask=loaded[:, None] & (c < end)[None, :], other=0.0
+    )
     seen = real[:, None] & (c < end)[None, :]
     if APART:
         seen = seen & (c >= lowest)[None, :]
@@ -439,19 +450,11 @@ def choose_kernel(
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + h, mask=real, other=float("-inf")).to(tl.float32) * LOG2E
         level, total = _joined(level, total, sink)
-    loaded = member < kv_group if UNION else member == member  # noqa: PLR0124 - all
-    if ROWS != PER:
-        loaded = loaded & (j < PER)
     line = (b * heads + h).to(tl.int64) * blocks + number // BLOCK_M
     for part in tl.range(parts):
         sums = tl.load(sums_ptr + (line * parts + part) * BLOCK_M + number % BLOCK_M, mask=loaded, other=0.0)
         level, total = _joined(level, total, tl.where(real, sums, float("-inf")))
     lse = tl.where(total > 0.0, level + tl.math.log2(tl.where(total > 0.0, total, 1.0)), 0.0)
-    # What lies side by side is loaded at once, also where a row sees nothing.
-    source = (b * heads + h).to(tl.int64) * tl.cdiv(blocks * BLOCK_M, PER) * reach * PER + tile * reach * PER
-    m = tl.load(
-        maxima_ptr + (source + j)[:, None] + c[None, :] * PER, mask=loaded[:, None] & (c < end)[None, :], other=0.0
-    )
     m = tl.where(seen, m, float("-inf"))
     weight = m.to(tl.float32) - lse[:, None]
     if chosen_ptr.dtype.element_ty == tl.float32:

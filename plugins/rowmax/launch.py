@@ -36,8 +36,8 @@ PROGRAMS = 512
 """Programs that a launch should have where few rows look far back; they then share the keys of a row."""
 FEWEST = 8
 """Key tiles of such a program at least."""
-ENTRIES = 8192
-"""Maxima that a program chooses from at once."""
+ENTRIES, WIDEST = 8192, 512
+"""Maxima that a program chooses from at once, and columns of one row."""
 FAILED: list[Exception] = []
 """Why the kernel for Hopper does not work here; empty while it does."""
 
@@ -107,7 +107,7 @@ def _chosen(call: AttentionCall, config: RowMaxConfig, dtype: torch.dtype, *, ap
     tiles = cdiv(cdiv(min(size, rows) * per, height) * height, per)
     maxima = torch.empty(pairs * tiles * reach * per, dtype=kind, device=q.device)
     sizes = (geometry.q_offset, geometry.q_len, geometry.kv_len, geometry.window or 0)
-    at_once = max(16, min(256, ENTRIES // (members * lines)))
+    at_once = max(16, min(WIDEST, ENTRIES // (members * lines)))
     for first in range(0, rows, size):
         count = min(size, rows - first)
         blocks, behind = cdiv(count * per, height), min(before + first + count, geometry.tile_columns(tile))

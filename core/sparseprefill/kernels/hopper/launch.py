@@ -220,7 +220,8 @@ def _run(
     box = _box(mask, source, block_n)
     if eight is not None:
         block_n, stages, registers = TILE.value // 2, STAGES_EIGHT, ROUNDING
-    elif _producers(box) == 1:
+    producers = _producers(mask, box, eight=eight is not None or fp8 is not None)
+    if producers == 1:
         registers = ALONE
     batch = batch if requests is None else len(requests.masks)
     blocks = _blocks(mask, given)
@@ -251,7 +252,7 @@ def _run(
         TILE_Q=mask.tile_q, TILE_K=mask.tile_k, GROUP=mask.group, WIDTH=mask.stripe_width, BOX=box,
         BLOCK_M=BLOCK_M,
         BLOCK_N=block_n, D=width, STAGES=stages[width], PAGE=source.page, REGISTERS=registers, FP8=fp8,
-        AHEAD=0 if fp8 is None else AHEAD[width], PRODUCERS=_producers(box),
+        AHEAD=0 if fp8 is None else AHEAD[width], PRODUCERS=producers,
         DEFER=DEFER and given.logits.below is not None, num_warps=4, **FUSED,
     )  # fmt: skip
     return nonfinite
@@ -327,9 +328,10 @@ def _box(mask: SparseMask, source: Source, block_n: int) -> int:
     return min(mask.stripe_width, block_n // 2, source.page or block_n)
 
 
-def _producers(box: int) -> int:
-    """Warps of the producer: one keeps the copy engine busy, gathering and converting take four."""
-    return 1 if box else 4
+def _producers(mask: SparseMask, box: int, *, eight: bool) -> int:
+    """Warps of the producer: one keeps the copy engine busy, gathering and converting take four. eight: 8 bits are
+    read or computed in."""
+    return 1 if not eight and (box or mask.stripes is None) else 4
 
 
 def _cache(source: Source, block_n: int, box: int) -> Cache:
