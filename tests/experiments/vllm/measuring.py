@@ -9,6 +9,7 @@ dozen contenders take two starts. Prompts are texts of the Python at hand, with 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from statistics import median
@@ -86,9 +87,11 @@ class Measuring:
         at = names[0]
         try:
             progress("starting", 0, len(names))
+            began = time.perf_counter()
             with self.setup.engine(self._table() if ours else None, **self._sizes(), **self.options) as engine:
                 if ours:
                     engine.check_backend()
+                yield Measured(backend=at, what=engine.described, figures={"seconds": time.perf_counter() - began})
                 for done, at in enumerate(names):
                     for what in self.measures:
                         progress(f"{at}: {what}", done, len(names))
