@@ -344,3 +344,47 @@ def test_answers_under_load(tmp_path: Path) -> None:
     assert 0 < stock["right"] == dense["stock"] == ours["stock"]
     assert (4, stock["right"]) == (dense["same"], dense["right"])
     assert all(row["sparse"] == 1.0 for row in (dense, ours))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--measure", "speed"), "--measure speed: write some of first, behind, load, inside, end"),
+        (("--behind", "1024"), "--behind 1024: write tokens as CACHED+NEW"),
+        (("--behind", "1024+8"), "--behind: '8' is no number of tokens; write 16 or more"),
+        (("--mix", "64,x"), "--mix: 'x' is no number of tokens"),
+        (("--method", "rowmax", "--method", "rowmax"), "'rowmax' stands for two contenders"),
+    ],
+)
+def test_what_cannot_be_measured(arguments: tuple[str, ...], said: str) -> None:
+    result = invoke("pretrained", "--model", "embedded", *arguments)
+    assert 1 == result.exit_code
+    assert said in " ".join(result.output.split())
+
+
+@engine.NEEDED
+@pytest.mark.slow
+def test_a_trained_model_profile_by_profile(tmp_path: Path) -> None:
+    (tmp_path / "narrow.toml").write_text('method = "streaming"\nparameters = { sink = 32, window = 64 }\n')
+    asked = ("pretrained", "--model", "embedded", "--method", "dense", "--config", str(tmp_path / "narrow.toml"))
+    sizes = ("--length", "3072", "--behind", "512+256", "--mix", "128,256", "--requests", "3", "--rate", "50")
+    more = ("--texts", "1", "--rounds", "1", "--tokens", "3", "--engine", '{"enforce_eager": true}')
+    status, found, table = command(tmp_path, *asked, *sizes, *more, sizes=("--stock", "CPU_ATTN", "--dtype", "float32"))
+    assert 0 == status, table
+    names = ["CPU_ATTN", "off", "dense", "narrow"]
+    rows = {name: [row for row in found["rows"] if row["backend"] == name and row["tokens"]] for name in names}
+    for name, ours in rows.items():
+        first, behind, load, inside, end = ours
+        assert ["first", "behind", "load", "inside, code 0", "end"] == [row["what"] for row in ours], name
+        assert (3072, 0, 768, 512) == (first["tokens"], first["cached"], behind["tokens"], behind["cached"])
+        assert (3, 512) == (load["figures"]["requests"], load["tokens"])
+        assert 0 < inside["figures"]["of_copies"]
+        assert 0 < end["figures"]["of_facts"] == inside["figures"]["of_facts"]
+        assert not any(row["fallbacks"] for row in ours)
+    same = {name: ours[3]["figures"]["same"] for name, ours in rows.items()}
+    assert 1.0 == same["CPU_ATTN"] == same["off"]
+    assert 0.99 < same["dense"]
+    assert same["narrow"] < 0.9
+    density = {name: ours[0]["figures"]["density"] for name, ours in rows.items()}
+    assert (None, None, 1.0) == (density["CPU_ATTN"], density["off"], density["dense"])
+    assert density["narrow"] < 0.2

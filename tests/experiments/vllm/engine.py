@@ -135,6 +135,14 @@ class Engine:
         """The adapter's state, None of vLLM's own attention."""
         return existing(self.llm.llm_engine.vllm_config)
 
+    @property
+    def described(self) -> str:
+        """Model runner, compilation and CUDA graphs in use."""
+        config: Any = self.llm.llm_engine.vllm_config
+        made = config.compilation_config
+        runner = "V2" if getattr(config, "use_v2_model_runner", False) else "V1"
+        return f"model runner {runner}, compilation {made.mode.name}, graphs {made.cudagraph_mode.name}"
+
     def check_backend(self) -> None:
         """SparsePrefillError where vLLM did not take the adapter's backend."""
         if self.runtime is None:

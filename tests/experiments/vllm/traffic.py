@@ -65,12 +65,14 @@ class Life:
 class Desk:
     """Hands requests to an engine and takes its answers, of `answer` tokens each, decoded greedily.
 
-    clock: seconds. lives: of the requests in the engine, by their id.
+    clock: seconds. wish: what each request asks of the adapter, see `wishing`. lives: of the requests in the engine, by
+    their id.
     """
 
     engine: Engine
     answer: int
     clock: Callable[[], float] = time.perf_counter
+    wish: str | None = None
     lives: dict[str, Life] = field(factory=dict, init=False)
 
     def add(self, life: Life, answer: int | None = None) -> None:
@@ -78,7 +80,8 @@ class Desk:
         from vllm import SamplingParams
 
         name = f"bench-{next(_numbers)}"
-        sampling = SamplingParams(temperature=0, max_tokens=answer or self.answer, ignore_eos=True, detokenize=False)
+        tokens = {"max_tokens": answer or self.answer, "ignore_eos": True}
+        sampling = SamplingParams(temperature=0, detokenize=False, extra_args=wishing(self.wish), **tokens)
         self.lives[name] = life
         self.engine.llm.llm_engine.add_request(name, {"prompt_token_ids": list(life.prompt)}, sampling)
 
@@ -121,6 +124,11 @@ class Desk:
         if short:
             raise SparsePrefillError(f"{len(short)} of {len(lives)} requests got fewer than {self.answer} tokens")
         return max(life.last for life in lives)
+
+
+def wishing(wish: str | None) -> dict[str, str] | None:
+    """The ``extra_args`` of a request that asks for a profile of the adapter, or for "off"; None for no wish."""
+    return None if wish is None else {"sparseprefill": wish}
 
 
 def arrivals(rate: float, seed: int) -> Iterator[float]:
