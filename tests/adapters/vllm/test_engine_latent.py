@@ -75,7 +75,7 @@ def furthest(one: dict[str, Any], other: dict[str, Any]) -> float:
         for a, b in zip(x["prompt"], y["prompt"], strict=True)
     ]
     assert len(pairs) > 1000
-    return max(abs(a - b) for a, b in pairs)
+    return float(max(abs(a - b) for a, b in pairs))
 
 
 @pytest.mark.parametrize("name", JOBS)
