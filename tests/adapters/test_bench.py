@@ -270,6 +270,7 @@ def test_of_two_times_in_the_middle_the_longer_counts() -> None:
     assert middle(iter([3.0, 1.0, 2.0]).__next__, 3) == 2.0
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("_one_tokenizer")
 def test_captured_inputs_keep_the_models_logits() -> None:
     """Wider heads, more of them: the logits of each are still those of a head of the model."""

@@ -84,7 +84,7 @@ def texts(tokenizer: Any, ids: torch.Tensor) -> list[str]:
     return [tokenizer.decode(row, skip_special_tokens=True) for row in ids.tolist()]
 
 
-@pytest.mark.parametrize("length", [256, 512, 2048, 8192])
+@pytest.mark.parametrize("length", [256, 512, 2048, pytest.param(8192, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "echo"])
 def test_rows_encode_to_the_same_tokens(batches: Batches, tokenizer: Any, family: Family, length: int) -> None:
     for seed in range(4):
@@ -377,6 +377,7 @@ def test_a_resumed_run_is_the_run(tokenizer: Any, lines: tuple[str, ...], tmp_pa
     assert not list(tmp_path.glob("*.part"))
 
 
+@pytest.mark.thorough
 def test_a_state_of_other_settings_is_refused(tokenizer: Any, lines: tuple[str, ...], tmp_path: Path) -> None:
     trained(tokenizer, lines, tmp_path, ())
     trainer = Trainer(Network(TINY), batches_of(tokenizer, lines), TWO, Settings(seed=0, peak=1.0))

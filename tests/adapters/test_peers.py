@@ -47,6 +47,7 @@ def measured(*contenders: Peer, masks: list[tuple[Part, ...]] = SOME, shape: Sha
     return Scoreboard(QUICK, masks, peers=contenders).run(shape)
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("error")
 def test_ours_and_flex_attention_beside_sdpa() -> None:
     board = Scoreboard(QUICK, SOME)
