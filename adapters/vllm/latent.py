@@ -48,6 +48,8 @@ REMEDIES = {"AMX_MLA": ": add --attention-backend CPU_MLA"}
 ROUNDED = "queries are in {dtype}: leave use_prefill_query_quantization out"
 CACHE = "the KV cache is {dtype}: a context is read from bf16, fp16 and fp32 alone"
 STRANGE = "this vLLM makes its prefill backends elsewhere, so no batch would be known: use vLLM 0.32, or leave it out"
+Asking = tuple[Layer, Any, Tensor]
+"""A layer, its attention and its cache."""
 SHORT = "min_query is {least}, but vLLM computes up to {most} tokens as decoding: pass more"
 
 
@@ -65,7 +67,7 @@ class SparsePrefill(Host):
         super().__init__(*args, **kwargs)
         self.runtime = layer_runtime(self.vllm_config, self.get_name(), latent=True)
         self.parts: list[Part] | None = None
-        self.asking: tuple[Layer, Any, Tensor] | None = None
+        self.asking: Asking | None = None
         self._step: Any = None
         self._sparse: set[int] = set()
         self._make = partial(self.host, *args, **kwargs)
@@ -123,7 +125,7 @@ class SparsePrefill(Host):
 
         if q.dtype.itemsize == 1:
             layer = evolve(layer, reason=ROUNDED.format(dtype=q.dtype))
-        if not run(runtime, layer, parts, q, found, partial(self._keys, k, v), stock, slow=False):
+        if not run(runtime, layer, parts, q, found, partial(self._keys, asking, k, v), stock, slow=False):
             return super().run_prefill_new_tokens(q, k, v, return_softmax_lse, out, output_scale)
         self._sparse = {part.first for part in parts if part.row is not None}.difference(left)
         return found if lse is None else (found, lse)
@@ -148,7 +150,8 @@ class SparsePrefill(Host):
 
     def _join(self, given: dict[str, Any]) -> None:
         """Plan the steps of the metadata builder among whose locals this is made."""
-        builder, names, runtime = given.get("self"), given.get("layer_names"), self.runtime
+        builder: Any = given.get("self")
+        names, runtime = given.get("layer_names"), self.runtime
         building = getattr(builder, "build", None)
         if runtime is None or building is None or names is None:
             raise AttachError(f"{LATENT_FLAG}: {STRANGE}")
@@ -185,17 +188,17 @@ class SparsePrefill(Host):
         made.prepare_metadata(replace(step, **some, max_query_len=longest, chunked_context=None, prefill_backend=made))
         return made
 
-    def _keys(self, k: Tensor, v: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+    def _keys(self, asking: Asking, k: Tensor, v: Tensor, part: Part) -> tuple[Tensor, Tensor]:
         """``[1, H, N, D]``: keys and values of a request, those of its context made again from the cache."""
         k, v = k[part.begin : part.end], v[part.begin : part.end]
         if part.row is not None and part.row.start:
-            past, values = self._context(part.first, part.row.start)
+            past, values = self._context(asking, part.first, part.row.start)
             k, v = torch.cat((past, k)), torch.cat((values, v))
         return k.transpose(0, 1)[None], v.transpose(0, 1)[None]
 
-    def _context(self, i: int, length: int) -> tuple[Tensor, Tensor]:
+    def _context(self, asking: Asking, i: int, length: int) -> tuple[Tensor, Tensor]:
         """``[length, H, D]`` each: what vLLM makes of the latents of the i-th prefill, piece by piece."""
-        _, impl, cache = self.asking or (None, None, None)
+        _, impl, cache = asking
         if cache.dtype.itemsize == 1:
             raise UnsupportedCallError([CACHE.format(dtype=cache.dtype)])
         blocks = self._step.block_table[i, : -(-length // cache.shape[1])].long()

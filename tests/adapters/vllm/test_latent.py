@@ -30,7 +30,7 @@ def a_layer(impl: str = "cpu_mla.CPUMLAImpl", **changes: Any) -> Any:
     backend = SimpleNamespace(get_name=lambda: "AMX_MLA" if "AMX" in impl else "OTHER")
     told = {"layer_name": "model.layers.3.self_attn.attn", "scale": 0.1, "sliding_window": None, "use_pcp": False}
     sparse = changes.pop("is_sparse", False)
-    made = object.__new__(type(kind.__name__, (kind,), {"is_sparse": sparse}))
+    made: Any = object.__new__(type(kind.__name__, (kind,), {"is_sparse": sparse}))
     return SimpleNamespace(**{**told, "impl": made, "attn_backend": backend, **changes})
 
 
@@ -118,9 +118,9 @@ def a_cache(dtype: torch.dtype) -> tuple[Any, torch.Tensor]:
 
 def test_a_context_is_read_through_the_block_table(backend: Any) -> None:
     impl, cache = a_cache(torch.float32)
-    backend.asking = Layer(0, 0.1, None, None, None), impl, cache
+    asking = Layer(0, 0.1, None, None, None), impl, cache
     backend._step = SimpleNamespace(block_table=torch.tensor([[1, 0, 0], [4, 2, 0]], dtype=torch.int32, device="cpu"))
-    k, v = backend._context(1, 6)
+    k, v = backend._context(asking, 1, 6)
     latent = torch.cat((cache[4], cache[2]))[:6]
     both = impl.kv_b_proj(latent[:, :RANK])[0].view(6, HEADS, -1)
     assert torch.equal(both[..., :NOPE], k[..., :NOPE])
@@ -130,10 +130,10 @@ def test_a_context_is_read_through_the_block_table(backend: Any) -> None:
 
 def test_a_context_of_an_fp8_cache_is_refused(backend: Any) -> None:
     impl, cache = a_cache(torch.float8_e4m3fn)
-    backend.asking = Layer(0, 0.1, None, None, None), impl, cache
+    asking = Layer(0, 0.1, None, None, None), impl, cache
     words = r"the KV cache is torch\.float8_e4m3fn: a context is read from bf16, fp16 and fp32 alone"
     with pytest.raises(UnsupportedCallError, match=words):
-        backend._context(0, 4)
+        backend._context(asking, 0, 4)
 
 
 def test_queries_in_fp8_are_the_hosts(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +146,7 @@ def test_queries_in_fp8_are_the_hosts(backend: Any, monkeypatch: pytest.MonkeyPa
         return False
 
     monkeypatch.setattr(latent, "run", run)
-    monkeypatch.setattr(latent.CPUSDPAMLAPrefillBackend, "run_prefill_new_tokens", lambda *_: "the host's")
+    monkeypatch.setattr(latent.SparseCPUPrefill.host, "run_prefill_new_tokens", lambda *_: "the host's")
     backend.parts, backend.asking = [], (Layer(0, 0.1, None, None, None), None, None)
     q = torch.zeros(4, HEADS, NOPE + ROPE, device="cpu").to(torch.float8_e4m3fn)
     assert "the host's" == backend.run_prefill_new_tokens(q, q, q[..., :VALUES], False)
