@@ -211,7 +211,7 @@ class SparsePrefill(Host):
 
 
 @cache
-def sparse(host: type) -> type:
+def sparse(host: type) -> Any:
     """The backend on top of one of vLLM's."""
     return type(f"Sparse{host.__name__}", (SparsePrefill, host), {"host": host, "__module__": __name__})
 
@@ -239,7 +239,7 @@ def _sizes(config: Any) -> MLAPrefillSelectorConfig:
 
 def _watch(config: Any, runtime: Runtime) -> None:
     """Let the layer that is being made say so whenever it asks for prefill."""
-    layer = next(reversed(config.compilation_config.static_forward_context.values()), None)
+    layer: Any = next(reversed(config.compilation_config.static_forward_context.values()), None)
     if not isinstance(layer, MLAAttention) or getattr(layer, "prefill_backend", None) is not None:
         return  # no layer is being made: it is a clone's
     impl, facts = layer.impl, layer_of(layer)
