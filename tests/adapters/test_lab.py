@@ -23,15 +23,7 @@ def test_what_a_gated_model_costs() -> None:
 
 
 def test_what_measuring_recall_costs() -> None:
-    sizes: dict[str, Any] = {
-        "layers": 1,
-        "hidden": 128,
-        "inner": 64,
-        "heads": 4,
-        "kv_heads": 2,
-        "head_dim": 32,
-        "vocabulary": 64,
-    }
+    sizes: dict[str, Any] = {"layers": 1, "hidden": 128, "inner": 64, "heads": 4, "kv_heads": 2, "head_dim": 32}
     shape = ModelShape(**sizes, vocabulary=64, dtype="float32")
     found = recall_cost.measure(shape, 512, "streaming", Clock(torch.device("cpu"), rounds=2))
     assert 0 < found.density <= 1
