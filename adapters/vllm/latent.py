@@ -1,4 +1,4 @@
-"""Prefill of multi-head latent attention (MLA): what ``mla_prefill_backend`` of vLLM's attention config selects.
+"""Prefill of multi-head latent attention (MLA), selected by ``mla_prefill_backend`` of vLLM's attention config.
 
 It stands on the backend that vLLM would choose, whatever attention decodes: that computes what does not run sparse. Two
 things vLLM does not tell such a backend: which layer asks, and which requests a batch has. So it goes around
@@ -90,7 +90,7 @@ class SparsePrefill(Host):
         return self.runtime is None and bool(super().supports_out())
 
     def prepare_metadata(self, prefill_metadata: Any) -> None:
-        """What the host does with a step's metadata; the parts of its batch come behind."""
+        """Take a step's metadata, as the host does; the parts of its batch come behind."""
         super().prepare_metadata(prefill_metadata)
         self._step, self.parts = prefill_metadata, None
 
@@ -228,7 +228,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _sizes(config: Any) -> MLAPrefillSelectorConfig:
-    """What vLLM chooses a prefill backend by."""
+    """Sizes by which vLLM chooses a prefill backend."""
     model = getattr(config, "model_config", None)
     if model is None:
         return MLAPrefillSelectorConfig(dtype=torch.get_default_dtype())
@@ -262,7 +262,7 @@ def _telling(impl: Any, facts: Layer, computing: Callable[..., None]) -> Callabl
 
 
 def layer_of(layer: Any) -> Layer:
-    """What vLLM's MLAAttention asks of a call."""
+    """Facts of one of vLLM's MLAAttention."""
     return Layer(index_of(layer.layer_name), float(layer.scale), None, None, _reason(layer))
 
 

@@ -1,4 +1,4 @@
-"""What the prefill backend for multi-head latent attention refuses, against vLLM's own classes; no engine runs."""
+"""Refusals of the prefill backend for multi-head latent attention, against vLLM's own classes; no engine runs."""
 
 # ruff: noqa: SIM300 - asserts read expected == actual
 # pyright: reportMissingImports=false
@@ -23,7 +23,7 @@ HEADS, NOPE, ROPE, RANK, VALUES = 2, 16, 8, 32, 16
 
 
 def a_layer(impl: str = "cpu_mla.CPUMLAImpl", **changes: Any) -> Any:
-    """What vLLM's MLAAttention says of itself. impl: class of its attention."""
+    """A stand-in for vLLM's MLAAttention. impl: class of its attention."""
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
     kind = resolve_obj_by_qualname(f"vllm.v1.attention.backends.mla.{impl}")
