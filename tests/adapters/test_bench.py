@@ -11,17 +11,17 @@ from sparseprefill.adapters.huggingface import attach
 from torch import Tensor
 
 import sparseprefill as sp
-from experiments.bench import baseline as ours
-from experiments.bench import dense, facts, tables
-from experiments.bench.baseline import baseline
-from experiments.bench.captured import captured_call, inputs
-from experiments.bench.case import Part, call_of, of_mask, of_method, parse_mask, random_mask
-from experiments.bench.clock import Clock, middle
-from experiments.bench.markdown import markdown
-from experiments.bench.measure import ROWS, Bench, memories, prepare
-from experiments.bench.report import table, title
-from experiments.bench.shape import ModelShape, Shape
-from experiments.bench.ttft import Prefill, tiles
+from lab.bench import baseline as ours
+from lab.bench import dense, facts, tables
+from lab.bench.baseline import baseline
+from lab.bench.captured import captured_call, inputs
+from lab.bench.case import Part, call_of, of_mask, of_method, parse_mask, random_mask
+from lab.bench.clock import Clock, middle
+from lab.bench.markdown import markdown
+from lab.bench.measure import ROWS, Bench, memories, prepare
+from lab.bench.report import table, title
+from lab.bench.shape import ModelShape, Shape
+from lab.bench.ttft import Prefill, tiles
 from sparseprefill import ParameterError, ReferenceExecutor, SparseMask, default_registry
 from sparseprefill.metrics import lowest_rows
 from sparseprefill.plan import Plan

@@ -19,20 +19,20 @@ pytest.importorskip("transformers")
 from sparseprefill.adapters.demo import formats, model
 from sparseprefill.adapters.demo.text import text_lines
 
-from experiments.training import __main__ as train
-from experiments.training import ruler
-from experiments.training.batches import Batches
-from experiments.training.card import RECORD, compare
-from experiments.training.cells import answer_text, logits_gap
-from experiments.training.checkpoint import save_network, save_tokenizer
-from experiments.training.lexicon import text_words
-from experiments.training.loop import STATE, Budget, Trainer
-from experiments.training.network import Network, Shape
-from experiments.training.plan import FAMILIES, SIZES, Family, Mix, Stage
-from experiments.training.pools import Pools
-from experiments.training.schedule import LEAST, Schedule, Settings
-from experiments.training.templates import ANSWER, IGNORED, TEXT, Template
-from experiments.training.tokenizer import train_tokenizer
+from lab.training import __main__ as train
+from lab.training import ruler
+from lab.training.batches import Batches
+from lab.training.card import RECORD, compare
+from lab.training.cells import answer_text, logits_gap
+from lab.training.checkpoint import save_network, save_tokenizer
+from lab.training.lexicon import text_words
+from lab.training.loop import STATE, Budget, Trainer
+from lab.training.network import Network, Shape
+from lab.training.plan import FAMILIES, SIZES, Family, Mix, Stage
+from lab.training.pools import Pools
+from lab.training.schedule import LEAST, Schedule, Settings
+from lab.training.templates import ANSWER, IGNORED, TEXT, Template
+from lab.training.tokenizer import train_tokenizer
 
 CPU = torch.device("cpu")
 TINY = Shape(hidden=16, layers=1, heads=2, kv_heads=1, head_dim=8, inner=16)

@@ -17,13 +17,13 @@ from sparseprefill.adapters.evaluation.outcome import Contender, Divergence, Sum
 from typer.testing import CliRunner, Result
 
 import sparseprefill as sp
-from experiments.bench.clock import Clock
-from experiments.frontier import points
-from experiments.frontier.app import app
-from experiments.frontier.layers import Layers, LayersTime
-from experiments.frontier.points import Point, frontier, recommended, spread
-from experiments.frontier.results import markdown
 from helpers.hf_models import build, prompt
+from lab.bench.clock import Clock
+from lab.frontier import points
+from lab.frontier.app import app
+from lab.frontier.layers import Layers, LayersTime
+from lab.frontier.points import Point, frontier, recommended, spread
+from lab.frontier.results import markdown
 from sparseprefill.errors import ParameterError
 
 from .test_cli import refused

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from experiments.bench.clock import Clock
-from experiments.bench.shape import ModelShape
-from helpers import corrections, overhead, recall_cost, skip_share
+from lab import corrections, overhead, recall_cost, skip_share
+from lab.bench.clock import Clock
+from lab.bench.shape import ModelShape
 
 
 def test_what_a_gated_model_costs() -> None:
