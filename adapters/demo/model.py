@@ -3,7 +3,7 @@
 A method without an entry in `PARAMETERS` runs at its defaults. The papers' defaults are made for large models at 128K
 tokens. This model's prompts are shorter, so that a window of 8192 keys, or groups of 16 blocks, would keep much of a
 prompt whatever the method finds: sizes of blocks and windows were set by hand. Thresholds come from ``python -m
-experiments.frontier --seed 1000 --tokens 8192 --most 8``, on texts that no table is made of: of the settings that
+lab.frontier --seed 1000 --tokens 8192 --most 8``, on texts that no table is made of: of the settings that
 answer every question behind the text with a KL of at most 0.0005 there, the one of lowest density; answers inside the
 text had no part in it. None of anchor-attention's does, so it keeps its theta; share-prefill's are those with
 delta=1.01, since with its default no head of this model shares. kascade sums 16 rows of a tile, since 64, its default,

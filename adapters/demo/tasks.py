@@ -29,7 +29,7 @@ from .formats import ADJECTIVES, NOUNS, Key
 from .text import haystack_of
 
 TUNING = 1_000
-"""First seed of the tasks that settings of methods are chosen on (`python -m experiments.frontier`, run in tests)."""
+"""First seed of the tasks that settings of methods are chosen on (`python -m lab.frontier`, run in tests)."""
 
 SELECTION = 1_000_000
 """First seed of the tasks at the end of a training run: they compare recipes and pick the run that ships."""

@@ -132,8 +132,9 @@ def _output(
     if isinstance(outcome, Fallback):
         _count(served, layer, part, outcome.reason)
         return served.session.whole(call) if outcome.chosen and slow else None
-    if outcome.out.shape != call.q.shape:
-        raise StageError(f"the output is {tuple(outcome.out.shape)}, and should be {tuple(call.q.shape)}")
+    wanted = (*call.q.shape[:3], call.value_dim)
+    if outcome.out.shape != wanted:
+        raise StageError(f"the output is {tuple(outcome.out.shape)}, and should be {wanted}")
     if part.chunk is not None:
         part.chunk.sparse += 1
         _end(part.chunk)

@@ -29,12 +29,16 @@ class Layer:
 
 @frozen
 class Heads:
-    """A layer's heads in this process: how many queries and keys have, the size of one, and the index of the first."""
+    """A layer's heads in this process: how many queries and keys have, the size of one, and the index of the first.
+
+    values: the size of a value, where it is another; 0 where it is not.
+    """
 
     query: int
     kv: int
     size: int
     first: int = 0
+    values: int = 0
 
 
 def dense_reason(
@@ -71,11 +75,12 @@ def unsupported(
     zero = torch.zeros(1, dtype=dtype, device=device)
     q = zero.expand(1, heads.query, min(keys, 16), heads.size)
     k = zero.expand(1, heads.kv, keys, heads.size)
+    v = zero.expand(1, heads.kv, keys, heads.values or heads.size)
     try:
         call = AttentionCall(
             q,
             k,
-            k,
+            v,
             scale=layer.scale,
             layer=layer.index,
             softcap=layer.softcap,

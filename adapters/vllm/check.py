@@ -18,11 +18,11 @@ from sparseprefill.errors import AttachError
 from sparseprefill.profiles.identity import ModelIdentity
 from sparseprefill.route import Route
 
-from ..serving.layer import LATENT, dense_reason
-from .layer import heads_of, layer_of
+from ..serving.layer import Heads, dense_reason
+from .layer import INDEXED, heads_of, layer_of
 from .options import SCHEDULER, check_last, parse
 from .plugin import excluded
-from .runtime import Runtime, make_runtime
+from .runtime import LATENT_FLAG, Runtime, make_runtime
 
 HOST = "vLLM's own attention"
 SLIDING, IN_CHUNKS = ("sliding_attention", "hybrid_sliding", "window_attention"), ("chunked_attention",)
@@ -69,7 +69,7 @@ def check(additional: object, whole: Any, folder: str) -> Checked:
     if why is not None:
         raise AttachError(why)
     text: Any = whole.get_text_config()
-    flags = ["--attention-backend CUSTOM"]
+    flags = [LATENT_FLAG if getattr(text, "kv_lora_rank", None) else "--attention-backend CUSTOM"]
     chunk = parse(additional).chunk
     if chunk is not None:
         flags.append(f"--scheduler-cls {SCHEDULER}")
@@ -100,7 +100,7 @@ def check(additional: object, whole: Any, folder: str) -> Checked:
         expected.append(Expected(profile=profile, method=served.session.route.name, sparse=len(able), dense=dense))
     model = (
         f"{runtime.model.name}: {sizes.layers} layers, {sizes.heads} query and {sizes.kv_heads} KV heads of size "
-        f"{sizes.head_dim}"
+        f"{_width(text, sizes)}"
     )
     return Checked(model=model, expected=tuple(expected), flags=tuple(flags))
 
@@ -140,6 +140,19 @@ def _layers(whole: Any, text: Any, sizes: ModelIdentity) -> Iterator[tuple[int, 
             yield index, SimpleNamespace(sliding_window=-1, **{**given, "attn_type": CROSS})
 
 
+def _width(text: Any, sizes: ModelIdentity) -> str:
+    if not getattr(text, "kv_lora_rank", None):
+        return str(sizes.head_dim)
+    heads = _latent_heads(text)
+    return f"{heads.size}, {heads.values} for values"
+
+
+def _latent_heads(text: Any) -> Heads:
+    """Heads of multi-head latent attention, as a prefill backend gets them: keys of their own for each query head."""
+    count, size = int(text.num_attention_heads), int(text.qk_nope_head_dim) + int(text.qk_rope_head_dim)
+    return Heads(count, count, size, values=int(text.v_head_dim))
+
+
 def _looks_ahead(whole: Any, text: Any) -> bool:
     """True if vLLM runs a model as an encoder: each token sees those behind it, too."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
@@ -163,15 +176,16 @@ def _alibi(text: Any) -> bool:
 
 def _reason(runtime: Runtime, route: Route, text: Any, index: int, impl: Any) -> str | None:
     """Why a layer would stay dense, or None; stages are asked about this machine's device."""
-    if getattr(text, "kv_lora_rank", None):
-        return LATENT
+    latent = bool(getattr(text, "kv_lora_rank", None))
+    if latent and getattr(text, "index_topk", None):
+        return INDEXED
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     longest = int(getattr(text, "max_position_embeddings", None) or 1 << 15)
     dtype, chunk = getattr(text, "dtype", None), runtime.options.chunk
     return dense_reason(
         route,
         layer_of(f"model.layers.{index}.self_attn.attn", impl),
-        heads_of(impl, 0),
+        _latent_heads(text) if latent else heads_of(impl, 0),
         dtype if isinstance(dtype, torch.dtype) else torch.bfloat16,
         device,
         keys=longest,

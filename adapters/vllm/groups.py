@@ -39,33 +39,48 @@ def announce(runtime: Runtime, builder: Any) -> list[tuple[Layer, Any]]:
     config, chosen = builder.vllm_config, runtime.options.layers
     runtime.names = Names.of_caller()
     if not runtime.surveyed:
-        runtime.surveyed = True
-        check_apart(config, Request)
-        modules = get_layers_from_vllm_config(config, Attention).items()
-        _leave_drafts(runtime, [one for _, one in modules])
-        ours = [(name, one) for name, one in modules if getattr(one.impl, "runtime", None) is runtime]
-        reasons = [(index_of(name), _reason(runtime, builder, name, one)) for name, one in ours]
-        runtime.expect(reasons)
-        check_last(
-            config,
-            runtime.options,
-            runtime.model.identity.layers - 1,
-            [index for index, why in reasons if why is None and (chosen is None or index in chosen)],
-        )
-        for kind, count in _keyless(config).items():
-            runtime.leave(KEYLESS.format(kind=kind), count)
-            log.info("sparseprefill: %d %s", count, KEYLESS.format(kind=kind))
-        runtime.check_names()
-        check_fields(CommonAttentionMetadata)
-    able = [(name, one) for name, one in served(runtime, builder) if _reason(runtime, builder, name, one) is None]
+        ours = served(runtime, config, Attention)
+        survey(runtime, config, [(index_of(name), _reason(runtime, builder, name, one)) for name, one in ours])
+    able = [
+        (name, one)
+        for name, one in served(runtime, config, Attention, builder.layer_names)
+        if _reason(runtime, builder, name, one) is None
+    ]
     layers = [(layer_of(name, module.impl), module) for name, module in able]
     return [(one, module) for one, module in layers if chosen is None or one.index in chosen]
 
 
-def served(runtime: Runtime, builder: Any) -> list[tuple[str, Any]]:
-    """The layers that get a builder's metadata and look for parts in them, by name: no draft model's."""
-    found = get_layers_from_vllm_config(builder.vllm_config, Attention, builder.layer_names).items()
-    return [(name, one) for name, one in found if getattr(one.impl, "runtime", None) is runtime]
+def survey(runtime: Runtime, config: Any, reasons: Sequence[tuple[int, str | None]]) -> None:
+    """Say, or refuse, before an engine serves anything, what will not run sparse.
+
+    reasons: of all layers of this process, by index, why they will stay dense, or None.
+    """
+    chosen = runtime.options.layers
+    runtime.surveyed = True
+    check_apart(config, Request)
+    runtime.expect(reasons)
+    check_last(
+        config,
+        runtime.options,
+        runtime.model.identity.layers - 1,
+        [index for index, why in reasons if why is None and (chosen is None or index in chosen)],
+    )
+    for kind, count in _keyless(config).items():
+        runtime.leave(KEYLESS.format(kind=kind), count)
+        log.info("sparseprefill: %d %s", count, KEYLESS.format(kind=kind))
+    runtime.check_names()
+    check_fields(CommonAttentionMetadata)
+
+
+def served(runtime: Runtime, config: Any, kind: type, names: Sequence[str] | None = None) -> list[tuple[str, Any]]:
+    """The layers of a kind that get metadata and look for parts in them, by name: no draft model's.
+
+    names: of the layers to look among; None for all of this process.
+    """
+    found = get_layers_from_vllm_config(config, kind, names)
+    if not runtime.surveyed:
+        _leave_drafts(runtime, list(found.values()))
+    return [(name, one) for name, one in found.items() if getattr(one.impl, "runtime", None) is runtime]
 
 
 def _leave_drafts(runtime: Runtime, modules: Sequence[Any]) -> None:
@@ -98,15 +113,20 @@ def _reason(runtime: Runtime, builder: Any, name: str, module: Any) -> str | Non
         builder.device,
         keys=int(config.model_config.max_model_len),
         min_query=runtime.options.min_query,
-        step=_step(config, runtime),
-        bound="max_num_batched_tokens" if runtime.options.chunk is None else "chunk",
+        step=step_of(config, runtime),
+        bound=bound_of(runtime),
     )
 
 
-def _step(config: Any, runtime: Runtime) -> int:
+def step_of(config: Any, runtime: Runtime) -> int:
     """Tokens of the longest chunk of a prompt that one step computes."""
     step = min(int(config.scheduler_config.max_num_batched_tokens), int(config.model_config.max_model_len))
     return step if runtime.options.chunk is None else min(step, runtime.options.chunk)
+
+
+def bound_of(runtime: Runtime) -> str:
+    """The option that bounds a chunk."""
+    return "max_num_batched_tokens" if runtime.options.chunk is None else "chunk"
 
 
 def warm_up(runtime: Runtime, builder: Any, layers: Sequence[tuple[Layer, Any]]) -> None:
@@ -128,7 +148,7 @@ def warm_up(runtime: Runtime, builder: Any, layers: Sequence[tuple[Layer, Any]])
         stored=spec.dtype,
         dtype=dtype,
         outside=layout.index("H") < layout.index("N"),
-        step=_step(config, runtime),
+        step=step_of(config, runtime),
         longest=longest,
         small=runtime.options.min_query if impl.slow and runtime.session.route.gate is not None else 0,
         device=builder.device,

@@ -7,6 +7,8 @@ from typing import Any
 
 from ..serving.layer import CHUNKED, WINDOW, Heads, Layer
 
+INDEXED = "the model chooses its keys itself (sparse MLA)"
+
 
 def layer_of(name: str, impl: Any) -> Layer:
     """name: such as ``model.layers.3.self_attn.attn``. impl: the host's AttentionImpl."""

@@ -20,6 +20,8 @@ compared with theirs."""
 VERSION = re.compile(r"(\d+)\.(\d+)")
 CPU_BACKEND = "sparseprefill.adapters.vllm.cpu.SparseCPUBackend"
 CUDA_BACKEND = "sparseprefill.adapters.vllm.cuda.SparseBackend"
+CPU_PREFILL = "sparseprefill.adapters.vllm.latent.SparseCPUPrefill"
+CUDA_PREFILL = "sparseprefill.adapters.vllm.latent.SparsePrefillBackend"
 VARIABLE = "VLLM_PLUGINS"
 """Names the plugins that vLLM loads, separated by commas and nothing else; all, where it is not set."""
 log = logging.getLogger(__name__)
@@ -62,8 +64,24 @@ def _register() -> None:
 
     register_backend(AttentionBackendEnum.CUSTOM, CUDA_BACKEND)
     register_backend(AttentionBackendEnum.CPU_ATTN, CPU_BACKEND)
+    _register_prefill()
     for why in watch_requests():
         _warn(why)
+
+
+def _register_prefill() -> None:
+    """Offer the same for prefill of multi-head latent attention, where vLLM takes backends for that."""
+    try:
+        from vllm.v1.attention.backends.mla.prefill.registry import (
+            MLAPrefillBackendEnum,
+            register_mla_prefill_backend,
+        )
+
+        members = MLAPrefillBackendEnum.CUSTOM, MLAPrefillBackendEnum.CPU
+    except (ImportError, AttributeError):
+        return  # so that CUSTOM is refused there, by vLLM
+    for member, path in zip(members, (CUDA_PREFILL, CPU_PREFILL), strict=True):
+        register_mla_prefill_backend(member, path)
 
 
 def _missing() -> str | None:

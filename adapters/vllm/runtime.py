@@ -23,6 +23,8 @@ from .names import Names, drafting
 from .options import check_chunk, check_grain, check_unread, parse
 
 NAME = "CUSTOM"
+LATENT_FLAG = f"--attention-config.mla_prefill_backend {NAME}"
+"""Selects the backend for models with multi-head latent attention."""
 DRAFTS = "layers of a draft model: what is drafted runs dense"
 KEYLESS = "layers of type {kind}: they have no keys to choose from"
 BLIND = "nobody would know which request asks for dense attention or for a profile"
@@ -69,13 +71,13 @@ def interval_of_host() -> float:
     return found if found > 0 else SECONDS
 
 
-def runtime_of(config: Any, attention: str) -> Runtime | None:
+def runtime_of(config: Any, attention: str, *, latent: bool = False) -> Runtime | None:
     """The runtime of an engine, made when its first layer asks; None where the backend is not selected.
 
     config: the VllmConfig; copies of it that vLLM makes share their compilation config. attention: name of the host's
-    own attention. Raises what wrong options raise.
+    own attention. latent: asked for layers with multi-head latent attention. Raises what wrong options raise.
     """
-    if not selected(config):
+    if not (_for_latent(config) if latent else _for_others(config)):
         return None
     owner = config.compilation_config
     if id(owner) not in _runtimes:
@@ -85,10 +87,10 @@ def runtime_of(config: Any, attention: str) -> Runtime | None:
     return _runtimes[id(owner)]
 
 
-def layer_runtime(config: Any, attention: str) -> Runtime | None:
+def layer_runtime(config: Any, attention: str, *, latent: bool = False) -> Runtime | None:
     """The runtime of a layer: None for one of a draft model, whose rows are vLLM's alone; the report notes it."""
     if not drafting():
-        return runtime_of(config, attention)
+        return runtime_of(config, attention, latent=latent)
     runtime = existing(config)
     if runtime is not None:
         runtime.leave(DRAFTS)
@@ -102,6 +104,15 @@ def existing(config: Any) -> Runtime | None:
 
 def selected(config: Any) -> bool:
     """True if the backend is selected, for all layers or for a kind of them."""
+    return _for_latent(config) or _for_others(config)
+
+
+def _for_latent(config: Any) -> bool:
+    chosen = getattr(config.attention_config, "mla_prefill_backend", None)  # which older versions have not
+    return getattr(chosen, "name", None) == NAME
+
+
+def _for_others(config: Any) -> bool:
     chosen = config.attention_config
     kinds = getattr(chosen, "backend_per_kind", None) or {}
     return any(getattr(backend, "name", None) == NAME for backend in (chosen.backend, *kinds.values()))
@@ -128,7 +139,9 @@ def _model(config: Any, attention: str) -> Model:
         return model_of(*given)
     from vllm.distributed import get_tensor_model_parallel_rank
 
-    heads = int(model.get_num_attention_heads(parallel)), int(model.get_num_kv_heads(parallel))
+    query = int(model.get_num_attention_heads(parallel))
+    # Of latent attention vLLM counts one KV head, which is the cache's; the backend sees one for each query head.
+    heads = query, query if getattr(model, "use_mla", False) else int(model.get_num_kv_heads(parallel))
     rank = int(get_tensor_model_parallel_rank())
     return model_of(*given, heads=heads, rank=rank)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.attention import Attention
 
 from sparseprefill.pages import Pages
 
@@ -103,7 +104,7 @@ class SparseBuilder(Host):
         if self.runtime is not None:
             self.reorder_batch_threshold = 1  # decoding rows first, so that they stay together
             warm_up(self.runtime, self, announce(self.runtime, self))
-            self._layers = len(served(self.runtime, self))
+            self._layers = len(served(self.runtime, self.vllm_config, Attention, self.layer_names))
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         """vLLM's metadata of a step, with the parts of its batch."""

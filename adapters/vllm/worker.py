@@ -7,9 +7,10 @@ from typing import Any
 from ..serving.runtime import plain
 from ..session.report import Report
 from .plugin import excluded
-from .runtime import NAME, existing, selected
+from .runtime import LATENT_FLAG, NAME, existing, selected
 
 NOBODY = f"{NAME} is selected, but this model has no attention layer that uses it: nothing can run sparse"
+LATENT = f"{NOBODY}; for this model it is {LATENT_FLAG}"
 
 
 class ReportExtension:
@@ -27,5 +28,6 @@ class ReportExtension:
         if config is None or not selected(config):
             return {}
         name = str(config.model_config.model)
-        note = f"{NAME} is selected, but {why}" if (why := excluded()) is not None else NOBODY
+        nobody = LATENT if getattr(config.model_config, "use_mla", False) else NOBODY
+        note = f"{NAME} is selected, but {why}" if (why := excluded()) is not None else nobody
         return plain(Report(method=NAME, host=name, implementation="vLLM", min_query=0, notes={note: 1}))

@@ -16,10 +16,10 @@ from typing import NamedTuple
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from experiments.bench import plot as bench_plot
-from experiments.bench.case import Case
-from experiments.bench.measure import Row as Measured
-from experiments.bench.shape import Shape
+from lab.bench import plot as bench_plot
+from lab.bench.case import Case
+from lab.bench.measure import Row as Measured
+from lab.bench.shape import Shape
 
 DOCS = Path(__file__).parents[1]
 PAGES, SECTION = (DOCS / "benchmarks.md", DOCS / "benchmarks-more.md"), "131,072 tokens"

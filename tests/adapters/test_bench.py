@@ -11,17 +11,17 @@ from sparseprefill.adapters.huggingface import attach
 from torch import Tensor
 
 import sparseprefill as sp
-from experiments.bench import baseline as ours
-from experiments.bench import dense, facts, tables
-from experiments.bench.baseline import baseline
-from experiments.bench.captured import captured_call, inputs
-from experiments.bench.case import Part, call_of, of_mask, of_method, parse_mask, random_mask
-from experiments.bench.clock import Clock, middle
-from experiments.bench.markdown import markdown
-from experiments.bench.measure import ROWS, Bench, memories, prepare
-from experiments.bench.report import table, title
-from experiments.bench.shape import ModelShape, Shape
-from experiments.bench.ttft import Prefill, tiles
+from lab.bench import baseline as ours
+from lab.bench import dense, facts, tables
+from lab.bench.baseline import baseline
+from lab.bench.captured import captured_call, inputs
+from lab.bench.case import Part, call_of, of_mask, of_method, parse_mask, random_mask
+from lab.bench.clock import Clock, middle
+from lab.bench.markdown import markdown
+from lab.bench.measure import ROWS, Bench, memories, prepare
+from lab.bench.report import table, title
+from lab.bench.shape import ModelShape, Shape
+from lab.bench.ttft import Prefill, tiles
 from sparseprefill import ParameterError, ReferenceExecutor, SparseMask, default_registry
 from sparseprefill.metrics import lowest_rows
 from sparseprefill.plan import Plan
@@ -270,6 +270,7 @@ def test_of_two_times_in_the_middle_the_longer_counts() -> None:
     assert middle(iter([3.0, 1.0, 2.0]).__next__, 3) == 2.0
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("_one_tokenizer")
 def test_captured_inputs_keep_the_models_logits() -> None:
     """Wider heads, more of them: the logits of each are still those of a head of the model."""

@@ -15,7 +15,7 @@ from sparseprefill.adapters.cli.commands import app
 from typer.testing import CliRunner, Result
 
 import sparseprefill as sp
-from experiments.bench.clock import Clock
+from lab.bench.clock import Clock
 from sparseprefill.breakeven.points import HeadShape, MethodTime, Point
 from sparseprefill.breakeven.table import BreakEven
 

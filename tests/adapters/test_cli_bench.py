@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from experiments.bench.app import app as tables
-from experiments.bench.first_token import app as first_token
-from experiments.bench.kernels import app as kernels
+from lab.bench.app import app as tables
+from lab.bench.first_token import app as first_token
+from lab.bench.kernels import app as kernels
 
 from .test_cli import refused
 

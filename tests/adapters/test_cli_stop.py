@@ -15,13 +15,13 @@ from sparseprefill.adapters.cli.group import wrote
 from sparseprefill.adapters.evaluation import comparison
 from typer.testing import CliRunner, Result
 
-from experiments.bench.app import app as bench
-from experiments.bench.first_token import app as first_token
-from experiments.bench.measure import Bench
-from experiments.bench.ttft import Prefill
-from experiments.vllm.app import app as vllm_bench
-from experiments.vllm.several import Several
 from helpers.terminal import Terminal
+from lab.bench.app import app as bench
+from lab.bench.first_token import app as first_token
+from lab.bench.measure import Bench
+from lab.bench.ttft import Prefill
+from lab.vllm.app import app as vllm_bench
+from lab.vllm.several import Several
 from sparseprefill.profiles.profile import Profile
 
 from .test_cli import refused
@@ -140,7 +140,7 @@ def test_what_a_run_wrote_before_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_real_interrupt() -> None:
     """From the terminal, with a bar on it."""
     longer = ("--seconds", "1", "--rounds", "1000000")
-    terminal = Terminal(["-m", "experiments.bench", *BENCH, *longer], 100, {"PYTHONPATH": TESTS})
+    terminal = Terminal(["-m", "lab.bench", *BENCH, *longer], 100, {"PYTHONPATH": TESTS})
     terminal.wait_for(" 1/10 ")
     terminal.interrupt()
     code, text = terminal.end()

@@ -56,6 +56,7 @@ def test_a_toml_file_and_a_profile(tmp_path: Path) -> None:
     refused(invoke("vllm-check", str(given), "--model", other), "was made for", "layers")
 
 
+LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 KINDS = ["sliding_attention", "full_attention", "linear_attention", "chunked_attention", "full_attention"]
 
 
@@ -73,8 +74,18 @@ def test_layers_that_stay_dense_are_named(tmp_path: Path) -> None:
     assert "streaming in 2 of 2 layers" in invoke("vllm-check", some, "--model", folder).stdout
 
 
+def test_multi_head_latent_attention_has_a_flag_of_its_own(tmp_path: Path) -> None:
+    folder = model(tmp_path, num_key_value_heads=4, **LATENT)
+    result = invoke("vllm-check", under(STREAMING), "--model", folder)
+    assert [
+        "LlamaForCausalLM: 6 layers, 4 query and 4 KV heads of size 192, 128 for values",
+        "streaming in 6 of 6 layers",
+        "the server needs --attention-config.mla_prefill_backend CUSTOM",
+    ] == result.stdout.splitlines()
+
+
 @pytest.mark.parametrize(
-    "changes", [{"layer_types": ["sliding_attention"] * 6, "sliding_window": 64}, {"kv_lora_rank": 512}], ids=str
+    "changes", [{"layer_types": ["sliding_attention"] * 6, "sliding_window": 64}, LATENT | {"index_topk": 64}], ids=str
 )
 def test_nothing_to_run_sparse_is_a_failure(changes: dict[str, Any], tmp_path: Path) -> None:
     result = invoke("vllm-check", under(STREAMING), "--model", model(tmp_path, **changes))

@@ -12,9 +12,9 @@ pytest.importorskip("transformers")
 
 from sparseprefill.adapters.demo.text import text_lines
 
-from experiments.training import ruler
-from experiments.training.lexicon import text_words
-from experiments.training.ruler import GENERATED, NAMES, Name, RulerTask, make_ruler, score_ruler
+from lab.training import ruler
+from lab.training.lexicon import text_words
+from lab.training.ruler import GENERATED, NAMES, Name, RulerTask, make_ruler, score_ruler
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"

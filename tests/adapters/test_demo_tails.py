@@ -12,8 +12,8 @@ from sparseprefill.adapters.demo.model import load_model
 from sparseprefill.adapters.demo.tasks import make_task
 
 import sparseprefill as sp
-from experiments.bench.clock import Clock
-from experiments.training.tails import WAYS, Row, main, parted, prompts, rows, table
+from lab.bench.clock import Clock
+from lab.training.tails import WAYS, Row, main, parted, prompts, rows, table
 
 
 @pytest.fixture(scope="module")

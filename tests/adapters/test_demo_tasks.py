@@ -22,7 +22,7 @@ LENGTHS = (512, 1024, 4096)
 def raw_tokenizer() -> Any:
     from tokenizers import Tokenizer
 
-    from experiments.training.tokenizer import train_tokenizer
+    from lab.training.tokenizer import train_tokenizer
 
     shipped = model.CHECKPOINT / "tokenizer.json"
     return Tokenizer.from_file(str(shipped)) if shipped.is_file() else train_tokenizer(text_lines())

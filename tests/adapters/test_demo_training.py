@@ -19,20 +19,20 @@ pytest.importorskip("transformers")
 from sparseprefill.adapters.demo import formats, model
 from sparseprefill.adapters.demo.text import text_lines
 
-from experiments.training import __main__ as train
-from experiments.training import ruler
-from experiments.training.batches import Batches
-from experiments.training.card import RECORD, compare
-from experiments.training.cells import answer_text, logits_gap
-from experiments.training.checkpoint import save_network, save_tokenizer
-from experiments.training.lexicon import text_words
-from experiments.training.loop import STATE, Budget, Trainer
-from experiments.training.network import Network, Shape
-from experiments.training.plan import FAMILIES, SIZES, Family, Mix, Stage
-from experiments.training.pools import Pools
-from experiments.training.schedule import LEAST, Schedule, Settings
-from experiments.training.templates import ANSWER, IGNORED, TEXT, Template
-from experiments.training.tokenizer import train_tokenizer
+from lab.training import __main__ as train
+from lab.training import ruler
+from lab.training.batches import Batches
+from lab.training.card import RECORD, compare
+from lab.training.cells import answer_text, logits_gap
+from lab.training.checkpoint import save_network, save_tokenizer
+from lab.training.lexicon import text_words
+from lab.training.loop import STATE, Budget, Trainer
+from lab.training.network import Network, Shape
+from lab.training.plan import FAMILIES, SIZES, Family, Mix, Stage
+from lab.training.pools import Pools
+from lab.training.schedule import LEAST, Schedule, Settings
+from lab.training.templates import ANSWER, IGNORED, TEXT, Template
+from lab.training.tokenizer import train_tokenizer
 
 CPU = torch.device("cpu")
 TINY = Shape(hidden=16, layers=1, heads=2, kv_heads=1, head_dim=8, inner=16)
@@ -84,7 +84,7 @@ def texts(tokenizer: Any, ids: torch.Tensor) -> list[str]:
     return [tokenizer.decode(row, skip_special_tokens=True) for row in ids.tolist()]
 
 
-@pytest.mark.parametrize("length", [256, 512, 2048, 8192])
+@pytest.mark.parametrize("length", [256, 512, 2048, pytest.param(8192, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "echo"])
 def test_rows_encode_to_the_same_tokens(batches: Batches, tokenizer: Any, family: Family, length: int) -> None:
     for seed in range(4):
@@ -377,6 +377,7 @@ def test_a_resumed_run_is_the_run(tokenizer: Any, lines: tuple[str, ...], tmp_pa
     assert not list(tmp_path.glob("*.part"))
 
 
+@pytest.mark.thorough
 def test_a_state_of_other_settings_is_refused(tokenizer: Any, lines: tuple[str, ...], tmp_path: Path) -> None:
     trained(tokenizer, lines, tmp_path, ())
     trainer = Trainer(Network(TINY), batches_of(tokenizer, lines), TWO, Settings(seed=0, peak=1.0))

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 
 import sparseprefill as sp
-from experiments.bench.clock import Clock
+from lab.bench.clock import Clock
 from sparseprefill.profiles.identity import ModelIdentity
 from sparseprefill.profiles.profile import LengthRange, Profile
 

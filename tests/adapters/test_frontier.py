@@ -17,13 +17,13 @@ from sparseprefill.adapters.evaluation.outcome import Contender, Divergence, Sum
 from typer.testing import CliRunner, Result
 
 import sparseprefill as sp
-from experiments.bench.clock import Clock
-from experiments.frontier import points
-from experiments.frontier.app import app
-from experiments.frontier.layers import Layers, LayersTime
-from experiments.frontier.points import Point, frontier, recommended, spread
-from experiments.frontier.results import markdown
 from helpers.hf_models import build, prompt
+from lab.bench.clock import Clock
+from lab.frontier import points
+from lab.frontier.app import app
+from lab.frontier.layers import Layers, LayersTime
+from lab.frontier.points import Point, frontier, recommended, spread
+from lab.frontier.results import markdown
 from sparseprefill.errors import ParameterError
 
 from .test_cli import refused
@@ -73,6 +73,7 @@ def test_where_the_model_itself_has_no_answer_no_point_is_on_the_frontier() -> N
     assert "cannot do the task" not in markdown(unasked) + markdown(made)
 
 
+@pytest.mark.thorough
 def test_the_command_says_that_a_model_cannot_do_the_task(folder: Path) -> None:
     few = ("--tokens", "900", "--method", "streaming", "--most", "1")
     result = run("--model", str(folder), *SHORT[2:], *few)
@@ -205,6 +206,7 @@ def test_the_command_on_the_embedded_model(tmp_path: Path) -> None:
     assert "window=512" in result.stdout
 
 
+@pytest.mark.thorough
 def test_a_model_of_the_users_own_at_its_defaults(folder: Path) -> None:
     few = ("--tokens", "900", "--method", "streaming", "--method", "xattention", "--most", "1")
     result = run("--model", str(folder), *SHORT[2:], *few, "--json", "-")
@@ -214,6 +216,7 @@ def test_a_model_of_the_users_own_at_its_defaults(folder: Path) -> None:
     assert 3 == len(found)
 
 
+@pytest.mark.thorough
 def test_settings_from_a_run_on_other_texts(tmp_path: Path) -> None:
     file = tmp_path / "tuning.json"
     points = [written(99, 0.0001, 0.5), written(99, 0.0002, 0.25)]
@@ -232,6 +235,7 @@ def test_settings_from_a_run_on_other_texts(tmp_path: Path) -> None:
         refused(run(*SHORT, *few), "--from", "pass what --json FILE wrote")
 
 
+@pytest.mark.thorough
 def test_configuration_files_beside_methods(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text(
@@ -251,6 +255,7 @@ def test_configuration_files_beside_methods(tmp_path: Path) -> None:
     refused(run(*SHORT, "--config", str(file)), "mine.toml: method: no method is named 'xattenton'")
 
 
+@pytest.mark.thorough
 def test_a_killed_run_leaves_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read = points.Reader.read
 
@@ -267,6 +272,7 @@ def test_a_killed_run_leaves_what_it_measured(tmp_path: Path, monkeypatch: pytes
     assert [16] == [one["parameters"]["window"] for one in facts["points"]]
 
 
+@pytest.mark.thorough
 def test_a_method_that_fails_ends_with_1_and_the_others_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     read = ModelReadings.run
 
@@ -285,6 +291,7 @@ def test_a_method_that_fails_ends_with_1_and_the_others_are_shown(monkeypatch: p
     assert "window=512" in text
 
 
+@pytest.mark.thorough
 def test_ctrl_c_shows_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     read = points.Reader.read
 

@@ -16,8 +16,8 @@ from sparseprefill.adapters.evaluation.prompts import Prompt, Span
 from typer.testing import CliRunner
 
 import sparseprefill as sp
-from experiments.losses import __main__ as losses
-from experiments.losses.__main__ import Watch, app, groups_of, places_of, weights_of
+from lab.losses import __main__ as losses
+from lab.losses.__main__ import Watch, app, groups_of, places_of, weights_of
 from sparseprefill.testing import tensors
 
 from .test_cli import refused

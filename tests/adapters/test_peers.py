@@ -1,4 +1,4 @@
-"""`python -m experiments.peers`: what is measured, what is compared before a time counts, how others fail in it."""
+"""`python -m lab.peers`: what is measured, what is compared before a time counts, how others fail in it."""
 
 # ruff: noqa: SIM300 - asserts read expected == actual
 
@@ -16,15 +16,15 @@ from attrs import evolve
 from torch import Tensor
 from typer.testing import CliRunner, Result
 
-from experiments.bench.baseline import FLASH4
-from experiments.bench.case import Part, call_of, parse_mask, random_mask
-from experiments.bench.clock import Clock
-from experiments.bench.shape import Shape
-from experiments.peers import peers, tables
-from experiments.peers.app import app
-from experiments.peers.peers import FULL, OURS, PEERS, Features, Mask, Peer, Work
-from experiments.peers.scoreboard import MASKS, Score, Scoreboard, exact
 from helpers.modules import as_module
+from lab.bench.baseline import FLASH4
+from lab.bench.case import Part, call_of, parse_mask, random_mask
+from lab.bench.clock import Clock
+from lab.bench.shape import Shape
+from lab.peers import peers, tables
+from lab.peers.app import app
+from lab.peers.peers import FULL, OURS, PEERS, Features, Mask, Peer, Work
+from lab.peers.scoreboard import MASKS, Score, Scoreboard, exact
 from sparseprefill import AttentionCall, SparseMask, UnsupportedCallError
 from sparseprefill.testing import attention, tensors
 
@@ -47,6 +47,7 @@ def measured(*contenders: Peer, masks: list[tuple[Part, ...]] = SOME, shape: Sha
     return Scoreboard(QUICK, masks, peers=contenders).run(shape)
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("error")
 def test_ours_and_flex_attention_beside_sdpa() -> None:
     board = Scoreboard(QUICK, SOME)

@@ -15,10 +15,10 @@ from sparseprefill.adapters.cli.picture import Panel
 from sparseprefill.adapters.evaluation.outcome import Contender, Layer, Outcome
 
 import sparseprefill as sp
-from experiments.bench import plot as bench_plot
-from experiments.bench.case import Case
-from experiments.bench.measure import Row
-from experiments.bench.shape import Shape
+from lab.bench import plot as bench_plot
+from lab.bench.case import Case
+from lab.bench.measure import Row
+from lab.bench.shape import Shape
 
 CALL = sp.AttentionCall(*(torch.randn(1, 1, 512, 8) for _ in range(3)))
 

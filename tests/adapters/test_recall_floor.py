@@ -16,9 +16,9 @@ from sparseprefill.adapters.vllm.options import parse
 from typer.testing import CliRunner
 
 import sparseprefill as sp
-from experiments.frontier.app import app as frontier
 from helpers import hf_models
 from helpers.hf_models import STREAMING
+from lab.frontier.app import app as frontier
 from sparseprefill.errors import ParameterError
 from sparseprefill.profiles.profile import Profile
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import sparseprefill as sp
-from experiments.rowmax import __main__ as guarantee
-from experiments.rowmax.__main__ import MARGINS, Row, app, by_kernels, errors, rows_of, shares_of
 from kernels.device import DEVICE
+from lab.rowmax import __main__ as guarantee
+from lab.rowmax.__main__ import MARGINS, Row, app, by_kernels, errors, rows_of, shares_of
 from oracles.rowmax import Head, Parameters
 
 NEAR = 0.04

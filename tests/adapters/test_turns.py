@@ -20,11 +20,11 @@ from transformers import DynamicCache
 from typer.testing import CliRunner, Result
 
 import sparseprefill as sp
-from experiments.turns import agents, app, chain, lookups, requests, results
-from experiments.turns.agents import Dense, Shape, part
-from experiments.turns.talk import Played, Talk, Turn, play, woven
-from experiments.turns.words import Words
 from helpers.hf_models import STREAMING, build, prompt
+from lab.turns import agents, app, chain, lookups, requests, results
+from lab.turns.agents import Dense, Shape, part
+from lab.turns.talk import Played, Talk, Turn, play, woven
+from lab.turns.words import Words
 from sparseprefill.errors import ParameterError
 
 from .test_cli import refused

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from benchmarks.run import ROWS
-from experiments.bench import facts
-from experiments.bench.markdown import markdown
+from lab.bench import facts
+from lab.bench.markdown import markdown
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

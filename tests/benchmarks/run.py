@@ -1,4 +1,4 @@
-"""Runs a case of `experiments.bench` as a benchmark of pytest, and keeps its row for the summary."""
+"""Runs a case of `lab.bench` as a benchmark of pytest, and keeps its row for the summary."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from statistics import median
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from experiments.bench import facts, tables
-from experiments.bench.baseline import baseline
-from experiments.bench.captured import inputs
-from experiments.bench.case import Case
-from experiments.bench.clock import Clock
-from experiments.bench.measure import Row, prepare
-from experiments.bench.report import title
-from experiments.bench.shape import Shape
+from lab.bench import facts, tables
+from lab.bench.baseline import baseline
+from lab.bench.captured import inputs
+from lab.bench.case import Case
+from lab.bench.clock import Clock
+from lab.bench.measure import Row, prepare
+from lab.bench.report import title
+from lab.bench.shape import Shape
 from sparseprefill import default_registry
 
 ROWS: list[Row] = []

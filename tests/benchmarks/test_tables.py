@@ -6,7 +6,7 @@ import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from benchmarks.run import bench, cases
-from experiments.bench.case import Case
+from lab.bench.case import Case
 
 pytestmark = pytest.mark.gpu
 EXTRA = 4 << 30

@@ -7,9 +7,9 @@ import torch
 from attrs import asdict
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from experiments.bench import tables
-from experiments.bench.shape import ModelShape
-from experiments.bench.ttft import Prefill, tiles
+from lab.bench import tables
+from lab.bench.shape import ModelShape
+from lab.bench.ttft import Prefill, tiles
 from sparseprefill import default_registry
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]

@@ -10,11 +10,11 @@ import torch
 from attrs import evolve
 from sparseprefill.adapters.star import RankError, ranks
 
-from experiments.bench.clock import Run
-from experiments.star import layer, model
-from experiments.star.run import Rows
-from experiments.star.table import Table
 from helpers.patience import patient
+from lab.bench.clock import Run
+from lab.star import layer, model
+from lab.star.run import Rows
+from lab.star.table import Table
 
 CPU = torch.device("cpu")
 LONG = patient(60)

@@ -11,9 +11,9 @@ from sparseprefill.adapters.star.layout import Sizes
 
 import sparseprefill as sp
 from distributed import bench_jobs, world
-from experiments.star.cost import Cost
-from experiments.star.inner import Seen
 from helpers.build import make, one_lookup
+from lab.star.cost import Cost
+from lab.star.inner import Seen
 from sparseprefill.metrics import sample_rows
 
 

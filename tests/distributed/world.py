@@ -158,7 +158,7 @@ def _work(end: Connection, rank: int, size: int, port: int, device: str, stack: 
     import torch
     from torch._C._distributed_c10d import TCPStore
 
-    from experiments.star.start import connect
+    from lab.star.start import connect
 
     faulthandler.register(signal.SIGUSR1, stack.open("w"))
     torch.set_num_threads(1)

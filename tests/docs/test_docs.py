@@ -143,14 +143,14 @@ def test_files_and_modules_that_a_page_names_are_there(page: Path) -> None:
     text = page.read_text()
     files = re.findall(r"`((?:core|plugins|adapters)/[\w/]+\.py)`", text)
     assert [file for file in files if not (ROOT / file).exists()] == []
-    gone = [module for module in re.findall(r"`((?:sparseprefill|experiments)(?:\.\w+)+)`", text) if not there(module)]
+    gone = [module for module in re.findall(r"`((?:sparseprefill|lab)(?:\.\w+)+)`", text) if not there(module)]
     assert gone == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_modules_that_a_page_runs_are_there(page: Path) -> None:
     """Those of the package from anywhere, those of the repository in its folder tests."""
-    run = set(re.findall(r"-m ((?:sparseprefill|experiments|helpers|mutation)\b[\w.]*)", page.read_text()))
+    run = set(re.findall(r"-m ((?:sparseprefill|lab|helpers|mutation)\b[\w.]*)", page.read_text()))
     found = {module: find_spec(module) for module in run}
     assert [module for module, spec in found.items() if spec is None] == []
     packages = [module for module, spec in found.items() if spec and spec.submodule_search_locations is not None]
@@ -266,7 +266,7 @@ def test_what_is_missing_is_installed_from_a_clone() -> None:
 def test_rowmax_says_what_it_guarantees_for_each_precision() -> None:
     page = (METHODS / "rowmax.md").read_text()
     part = page[page.index("### What is guaranteed") : page.index("## Cost")]
-    for word in ('`"exact"`', '`"fp8"`', '`"auto"`', "python -m experiments.rowmax"):
+    for word in ('`"exact"`', '`"fp8"`', '`"auto"`', "python -m lab.rowmax"):
         assert word in part
     assert page.count("no\ncolumn is dropped") == 1
 

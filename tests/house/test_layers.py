@@ -1,6 +1,6 @@
 """The layers, read from the imports of every file: core <- plugins, core <- adapters, and nothing sideways.
 
-What stays in the repository, `tests/experiments`, stands on them; nothing shipped imports it.
+What stays in the repository, `tests/lab`, stands on them; nothing shipped imports it.
 """
 
 # ruff: noqa: SIM300 - asserts read expected == actual
@@ -53,7 +53,7 @@ def offences(layer: str, module: str, names: Iterator[str]) -> list[str]:
             within(name, PREFIX["adapters"])
             or (within(name, PREFIX["plugins"]) and not within(name, ".".join(module.split(".")[:3])))
         )
-        if upward or to_plugin or sideways or within(name, "experiments"):
+        if upward or to_plugin or sideways or within(name, "lab"):
             bad.append(name)
     return bad
 
@@ -111,7 +111,7 @@ def test_what_servers_share_imports_none() -> None:
         ("core", "sparseprefill.executors.auto", "from ..method import Method", False),
         ("adapters", "sparseprefill.adapters.cli.app", "from sparseprefill import plugins", True),
         ("adapters", "sparseprefill.adapters.cli.app", "from ..session import Session", False),
-        ("adapters", "sparseprefill.adapters.cli.app", "from experiments.peers import app", True),
+        ("adapters", "sparseprefill.adapters.cli.app", "from lab.peers import app", True),
         ("plugins", "sparseprefill.plugins.classic.stages", "from .config import X", False),
         ("plugins", "sparseprefill.plugins.classic.stages", "from ..anchor_attention import regions", True),
         ("plugins", "sparseprefill.plugins.classic.stages", "from sparseprefill.adapters import session", True),

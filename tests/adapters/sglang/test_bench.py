@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from experiments.sglang.__main__ import app
+from lab.sglang.__main__ import app
 
 
 @pytest.mark.parametrize("cache", ["model", "fp8"])

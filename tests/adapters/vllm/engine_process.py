@@ -46,7 +46,7 @@ def tried(job: dict[str, Any]) -> dict[str, Any]:
 @contextlib.contextmanager
 def otherwise(job: dict[str, Any]) -> Any:
     """Requests as of a front end that looks at none (`unseen`), the model's state of a hybrid model (`hybrid`), callers
-    by which no draft model can be told (`flat`)."""
+    by which no draft model can be told (`flat`), prompts in pieces where the platform takes them whole (`pieces`)."""
     from unittest import mock
 
     with contextlib.ExitStack() as stack:
@@ -59,12 +59,35 @@ def otherwise(job: dict[str, Any]) -> Any:
 
             bare = InputProcessor.process_inputs.__wrapped__
             stack.enter_context(mock.patch.object(InputProcessor, "process_inputs", bare))
+        if job.get("pieces"):
+            stack.enter_context(in_pieces())
         if job.get("hybrid"):
             from vllm.v1.worker.gpu import model_runner
             from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
             stack.enter_context(mock.patch.object(model_runner, "init_model_state", MambaHybridModelState))
         yield
+
+
+def in_pieces() -> Any:
+    """Let prompts of models with multi-head latent attention come in chunks, and be cached, as they are on a GPU.
+
+    vLLM switches both off on a CPU, whose attention has all that they need but is not tried with it by vLLM.
+    """
+    from unittest import mock
+
+    from vllm.platforms.cpu import CpuPlatform
+
+    checking = CpuPlatform.check_and_update_config
+
+    def check(config: Any) -> None:
+        tokens, cached = config.scheduler_config.max_num_batched_tokens, config.cache_config.enable_prefix_caching
+        checking(config)
+        config.scheduler_config.enable_chunked_prefill = True
+        config.scheduler_config.max_num_batched_tokens = tokens
+        config.cache_config.enable_prefix_caching = cached
+
+    return mock.patch.object(CpuPlatform, "check_and_update_config", staticmethod(check))
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
@@ -74,7 +97,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
     options = {**DEFAULTS, **job.get("options", {})}
     if "sparse" in job:
-        options["attention_backend"] = "CUSTOM"
+        latent: dict[str, Any] = {"attention_config": {"mla_prefill_backend": "CUSTOM"}}
+        options |= latent if job.get("latent") else {"attention_backend": "CUSTOM"}
         gate = {} if "config" in job["sparse"] else {"gate": False}  # prompts here are too short to be worth a mask
         options["additional_config"] = {"sparseprefill": {**gate, **job["sparse"]}}
         options["worker_extension_cls"] = "sparseprefill.adapters.vllm.worker.ReportExtension"

@@ -20,19 +20,19 @@ from sparseprefill.adapters.vllm.pages import pages_of
 from typer.testing import CliRunner, Result
 
 import sparseprefill as sp
-from experiments.bench.shape import ModelShape
-from experiments.files import Files
-from experiments.vllm import engine as bench_engine
-from experiments.vllm import options, paging, weights
-from experiments.vllm.app import app
-from experiments.vllm.compare import Answer, Compared, differ
-from experiments.vllm.equality import Equality
-from experiments.vllm.equality import form as equal_form
-from experiments.vllm.first_token import Contender, FirstToken, Timed
-from experiments.vllm.first_token_form import form as first_token_form
-from experiments.vllm.sheet import Sheet
-from experiments.vllm.structure import Structure
-from experiments.vllm.ttft import alone
+from lab.bench.shape import ModelShape
+from lab.files import Files
+from lab.vllm import engine as bench_engine
+from lab.vllm import options, paging, weights
+from lab.vllm.app import app
+from lab.vllm.compare import Answer, Compared, differ
+from lab.vllm.equality import Equality
+from lab.vllm.equality import form as equal_form
+from lab.vllm.first_token import Contender, FirstToken, Timed
+from lab.vllm.first_token_form import form as first_token_form
+from lab.vllm.sheet import Sheet
+from lab.vllm.structure import Structure
+from lab.vllm.ttft import alone
 from sparseprefill.executors.auto import AutoExecutor
 
 from . import engine
@@ -55,7 +55,7 @@ def command(folder: Path, *arguments: str, sizes: Sequence[str] = ENGINE) -> tup
     figures, table = folder / "figures.json", folder / "table.md"
     written = ("--json", str(figures), "--markdown", str(table))
     done = subprocess.run(
-        [sys.executable, "-m", "experiments.vllm", *arguments, *sizes, *written],
+        [sys.executable, "-m", "lab.vllm", *arguments, *sizes, *written],
         cwd=folder,
         env=engine.environment(VLLM_CPU_KVCACHE_SPACE="1"),
         capture_output=True,

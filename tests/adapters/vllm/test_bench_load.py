@@ -16,16 +16,16 @@ import torch
 from sparseprefill.adapters.cli.group import CommandError
 
 import sparseprefill as sp
-from experiments.vllm import answering
-from experiments.vllm.answering import Answered
-from experiments.vllm.answering_form import form as answering_form
-from experiments.vllm.decoding import DECODE, MIXED, Decoding, Steps
-from experiments.vllm.decoding_form import form as decoding_form
-from experiments.vllm.positions import Positions
-from experiments.vllm.shapes import Shape
-from experiments.vllm.traffic import Desk, Life, arrivals, percentile
-from experiments.vllm.under_load import Loaded, Times, UnderLoad
-from experiments.vllm.under_load_form import form as load_form
+from lab.vllm import answering
+from lab.vllm.answering import Answered
+from lab.vllm.answering_form import form as answering_form
+from lab.vllm.decoding import DECODE, MIXED, Decoding, Steps
+from lab.vllm.decoding_form import form as decoding_form
+from lab.vllm.positions import Positions
+from lab.vllm.shapes import Shape
+from lab.vllm.traffic import Desk, Life, arrivals, percentile
+from lab.vllm.under_load import Loaded, Times, UnderLoad
+from lab.vllm.under_load_form import form as load_form
 
 from . import engine
 from .test_bench import CPU, ENGINE, SETUP, SHAPE, STREAMING, Attention, command, invoke

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sparseprefill.adapters.vllm.worker import NOBODY
 
 from . import engine, models
 
@@ -41,13 +40,3 @@ def test_it_is_said_at_start_and_in_the_report(tmp_path: Path) -> None:
         assert text in answer["report"]["text"]
         assert text in log
         assert 0 == sum(layer["sparse_calls"] for layer in answer["report"]["layers"])
-
-
-def test_a_model_with_other_backends_runs_as_without_the_adapter(tmp_path: Path) -> None:
-    """Multi-head latent attention: no layer asks for the backend, as the report says."""
-    model = str(models.save("deepseek", tmp_path / "deepseek"))
-    options = {"dtype": "bfloat16"}
-    job = {"model": model, "rounds": [[models.prompt(200)]], "options": options, "sparse": STREAMING}
-    (answer,) = engine.run([job], tmp_path)
-    assert "error" not in answer, answer["error"]
-    assert {NOBODY: 1} == answer["report"]["notes"]

@@ -1,11 +1,11 @@
-"""The settings of `python -m helpers.by_score` are pipelines that choose what its table says."""
+"""The settings of `python -m lab.by_score` are pipelines that choose what its table says."""
 
 from __future__ import annotations
 
 import pytest
 
 import sparseprefill as sp
-from helpers.by_score import BETA, SUBJECTS, choices
+from lab.by_score import BETA, SUBJECTS, choices
 
 
 @pytest.mark.parametrize("method", SUBJECTS)

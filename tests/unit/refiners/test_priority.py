@@ -12,8 +12,8 @@ from torch.nn import functional
 
 import sparseprefill as sp
 from helpers.build import int32, make
-from helpers.ceilings import METHODS as TABLED
-from helpers.ceilings import SHARES, Trial
+from lab.ceilings import METHODS as TABLED
+from lab.ceilings import SHARES, Trial
 from sparseprefill.mask import priority
 from sparseprefill.mask.priority import BestOf, PriorityScores, nearness
 from sparseprefill.refiners.budget import _Order

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 import sparseprefill as sp
 from helpers.build import int32, make, one_lookup
 from helpers.examples import part
-from helpers.floors import Trial
 from helpers.plans import plans, refined, whole
+from lab.floors import Trial
 from oracles import recall_floor as oracle
 from sparseprefill.metrics import lowest_rows
 from sparseprefill.testing import calls
@@ -190,7 +190,7 @@ def test_a_padded_batch_says_nothing_of_rows_that_are_padding() -> None:
 
 
 def test_the_docs_table_of_what_floors_bring() -> None:
-    """Made by `python -m helpers.floors`; here of fewer tokens and one method."""
+    """Made by `python -m lab.floors`; here of fewer tokens and one method."""
     alone, *wider, low, _, high = Trial(tokens=1024, measured=64).readings("vertical-slash")
     assert ["alone", "gamma=0.95", "gamma=0.98"] == [one.setting for one in (alone, *wider)]
     assert ["recall=0.8", "recall=0.95"] == [low.setting, high.setting]

@@ -1,8 +1,0 @@
-"""The tables of docs/benchmarks.md and docs/benchmarks-more.md: ``python -m experiments.bench`` (from tests/)."""
-
-from __future__ import annotations
-
-from .app import app
-
-if __name__ == "__main__":
-    app()

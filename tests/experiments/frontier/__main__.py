@@ -1,8 +1,0 @@
-"""What settings cost and keep on a model, side by side: ``python -m experiments.frontier`` (from tests/)."""
-
-from __future__ import annotations
-
-from .app import app
-
-if __name__ == "__main__":
-    app()

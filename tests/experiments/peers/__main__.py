@@ -1,8 +1,0 @@
-"""Our executor beside other people's kernels: ``python -m experiments.peers`` (from tests/)."""
-
-from __future__ import annotations
-
-from .app import app
-
-if __name__ == "__main__":
-    app()
