@@ -1,4 +1,4 @@
-"""Each layer's time and pairs on a model's own queries and keys: ``python -m experiments.frontier.by_layer``."""
+"""Each layer's time and pairs on a model's own queries and keys: ``python -m lab.frontier.by_layer``."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from sparseprefill.adapters.demo.tasks import TABLES
 from sparseprefill.adapters.evaluation.texts import built_in
 from sparseprefill.adapters.session.defaults import TAIL
 
-from experiments.bench import facts
-from experiments.bench.clock import Clock
-from experiments.bench.dense import Baseline, fastest_first
-from experiments.bench.measure import memories, plan_only
-from experiments.bench.report import write_figures
-from experiments.files import command
+from lab.bench import facts
+from lab.bench.clock import Clock
+from lab.bench.dense import Baseline, fastest_first
+from lab.bench.measure import memories, plan_only
+from lab.bench.report import write_figures
+from lab.files import command
 from sparseprefill.mask.count import allowed_pairs
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.registry import default_registry

@@ -13,7 +13,7 @@ from sparseprefill.adapters.cli.group import CommandError, Stop
 from sparseprefill.adapters.cli.progress import bars
 from sparseprefill.adapters.demo.model import load_tokenizer
 
-from experiments.files import Files
+from lab.files import Files
 
 from . import options
 from .answering import folder_of, shape_of
