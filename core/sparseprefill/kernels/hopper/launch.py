@@ -38,7 +38,8 @@ BLOCK_N = {64: 128, 128: 128, 256: 64}
 REGISTERS = (216, 48, 32)
 """Per thread of the consumers, the producer and the scheduler: 216 + 216 + 48 + 32 is a multiprocessor's share."""
 ALONE = (216, 72, 72)
-"""The same where the producer is one warp, which shares a warpgroup with the scheduler."""
+"""The same where the copy engine brings stripes: one warp keeps it busy, and shares a warpgroup with the scheduler. Four
+gather, or convert; of tiles alone one and four take the same time (H100)."""
 DEFER = True
 """Values of tiles wait for the votes, where steps may be left out: they are as many bytes as the keys."""
 CONVERTING = (192, 96, 32)
@@ -220,8 +221,7 @@ def _run(
     box = _box(mask, source, block_n)
     if eight is not None:
         block_n, stages, registers = TILE.value // 2, STAGES_EIGHT, ROUNDING
-    producers = _producers(mask, box, eight=eight is not None or fp8 is not None)
-    if producers == 1:
+    elif box:
         registers = ALONE
     batch = batch if requests is None else len(requests.masks)
     blocks = _blocks(mask, given)
@@ -250,9 +250,8 @@ def _run(
     hopper_attention_fwd_kernel[(min(draws or items, multiprocessors(q.device)),)](
         *flat(arguments),
         TILE_Q=mask.tile_q, TILE_K=mask.tile_k, GROUP=mask.group, WIDTH=mask.stripe_width, BOX=box,
-        BLOCK_M=BLOCK_M,
-        BLOCK_N=block_n, D=width, STAGES=stages[width], PAGE=source.page, REGISTERS=registers, FP8=fp8,
-        AHEAD=0 if fp8 is None else AHEAD[width], PRODUCERS=producers,
+        BLOCK_M=BLOCK_M, BLOCK_N=block_n, D=width, STAGES=stages[width], PAGE=source.page, REGISTERS=registers, FP8=fp8,
+        AHEAD=0 if fp8 is None else AHEAD[width], PRODUCERS=1 if box else 4,
         DEFER=DEFER and given.logits.below is not None, num_warps=4, **FUSED,
     )  # fmt: skip
     return nonfinite
@@ -326,12 +325,6 @@ def _box(mask: SparseMask, source: Source, block_n: int) -> int:
     if mask.stripes is None or mask.stripe_width < LEAST_PAGE or source.k.dtype in FORMATS:
         return 0
     return min(mask.stripe_width, block_n // 2, source.page or block_n)
-
-
-def _producers(mask: SparseMask, box: int, *, eight: bool) -> int:
-    """Warps of the producer: one keeps the copy engine busy, gathering and converting take four. eight: 8 bits are
-    read or computed in."""
-    return 1 if not eight and (box or mask.stripes is None) else 4
 
 
 def _cache(source: Source, block_n: int, box: int) -> Cache:
