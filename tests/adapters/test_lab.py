@@ -10,10 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from lab import corrections, overhead, recall_cost, skip_share
+from lab.bench.case import parse_mask, random_mask
 from lab.bench.clock import Clock
 from lab.bench.shape import ModelShape
+from lab.frontier import by_layer
+from sparseprefill import AttentionCall
+from sparseprefill.testing import head_tensors
 
 
 def test_what_a_gated_model_costs() -> None:
@@ -43,3 +48,26 @@ def test_what_a_corrector_brings() -> None:
     found = corrections.Trial(tokens=256).read("streaming", corrections.METHODS["streaming"])
     assert len(corrections.CORRECTORS) == len(found.errors) == len(found.seconds)
     assert 0 < found.density < 1
+
+
+def test_columns_stand_before_their_query_tile() -> None:
+    call = AttentionCall(*head_tensors(q_len=1024, heads=2, kv_heads=1, head_dim=32))
+    mask = random_mask(call, parse_mask("diagonal+columns:0.3"), 0)
+    assert (16, 1, True) == (mask.stripe_width, mask.group, mask.disjoint)
+    columns, tiles = mask.stripe_map(16), mask.tile_map()
+    assert not (columns & tiles.repeat_interleave(8, -1)).any()
+    before = torch.arange(64) < torch.arange(8)[:, None] * 8
+    assert 0.2 < float(columns[..., before].float().mean()) < 0.4
+
+
+def test_each_layer_of_a_model(tmp_path: Any) -> None:
+    file = tmp_path / "layers.json"
+    config = tmp_path / "columns.toml"
+    config.write_text('method = "rowmax"\nparameters = { width = 16 }\n')
+    words = ["--config", str(config), "--tokens", "512", "--device", "cpu", "--rounds", "1", "--seconds", "0.01"]
+    shown = CliRunner().invoke(by_layer.app, [*words, "--json", str(file)])
+    assert 0 == shown.exit_code, shown.output
+    ((_, rows),) = json.loads(file.read_text())["layers"].items()
+    assert [str(layer) for layer in range(6)] == [row["layer"] for row in rows]
+    assert all(0 < row["pairs"] <= row["most"] <= 1 and 0 < row["estimate"] and 0 < row["dense"] for row in rows)
+    assert "| mean |" in shown.output
