@@ -163,7 +163,7 @@ def try_(
 
 @frozen(eq=False)
 class Verdict:
-    """What to do with a model. found: of the search. times: of what it chose, longest first; none where it chose none.
+    """Advice for a model. found: of the search. times: of what it chose, longest first; none where it chose none.
 
     seconds: that all of it took.
     """
@@ -191,12 +191,12 @@ class Verdict:
 
     @property
     def line(self) -> str:
-        """What to paste into a program; empty where the model should stay as it is."""
+        """The line to paste into a program; empty where the model should stay as it is."""
         return f'attach(model, profile="{self.run.output}")' if self.gains else ""
 
     @property
     def server(self) -> str:
-        """What to add to a server's command line; empty where the model should stay as it is."""
+        """The addition to a server's command line; empty where the model should stay as it is."""
         if not self.gains:
             return ""
         held = dumps({"sparseprefill": {"profile": str(self.run.output.absolute())}})
@@ -239,7 +239,7 @@ class Verdict:
             typer.echo(self.server)
 
     def _best(self) -> list[Trial]:
-        """What came nearest to the target, of every method that was tried; what was chosen stands first."""
+        """Each method's setting that came nearest to the target; the chosen one stands first."""
         chosen = self.found.chosen
         made = [] if chosen is None else [chosen]
         for name in self.run.methods:
@@ -253,7 +253,7 @@ class Verdict:
         return [one for one in self.found.trials if not one.error and one.shortfall <= 1.0]
 
     def _chosen(self) -> list[str]:
-        """What to take, or why nothing."""
+        """The choice in words, or the reason for none."""
         from ..evaluation.outcome import Summary
         from .searched import setting
 
@@ -317,7 +317,7 @@ class Verdict:
 
 
 def _kept(one: Summary) -> str:
-    """What a setting keeps and computes."""
+    """A setting's pairs, and the answers that it keeps, in words."""
     parts = []
     if one.copies.telling:
         parts.append(f"it copies {one.copies.right:,} of the {one.copies.dense:,} tokens that dense attention copies")
@@ -397,7 +397,7 @@ def _prompts(texts: Sequence[Text] | None, source: Source, length: int, seed: in
 
 
 def _timed(model: Any, prompt: Prompt, run: Run, chosen: Trial, until: float, shown: Bars) -> Iterator[SideBySide]:
-    """What was chosen beside dense attention, at the whole length and at half of it, again and again, until dense wins
+    """Time the choice beside dense attention, at the whole length and at half of it, again and again, until dense wins
     or the time is up."""
     from ..evaluation.clock import side_by_side
 

@@ -236,7 +236,7 @@ class Layer:
 
     @property
     def row_lowest(self) -> tuple[float, ...]:
-        """What the lowest of `rows` kept, of each head, 1 where it has none; empty where the layer ran dense."""
+        """Recall of the lowest of `rows`, of each head, 1 where it has none; empty where the layer ran dense."""
         return () if self.rows is None else tuple(self.rows.nan_to_num(nan=1.0).amin(-1).tolist())
 
 
@@ -387,7 +387,7 @@ def summaries(found: Iterable[Outcome], greedy: int) -> list[Summary]:
 
 
 def unsteady(seconds: Sequence[float]) -> str:
-    """What is to be said of the stock model's times, of prefills that are alike, where they lie too far apart; empty
+    """Doubt about the stock model's times, of prefills that are alike, where they lie too far apart; empty
     elsewhere."""
     if len(seconds) < 2 or max(seconds) <= STEADY * min(seconds):
         return ""
