@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Iterator, Sequence
-from functools import partial
 from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +13,7 @@ import typer
 from attrs import evolve, frozen
 
 from sparseprefill import __version__
+from sparseprefill.errors import ParameterError
 
 from ..session.defaults import TAIL
 from . import options, render
@@ -88,13 +88,17 @@ def try_(
     """
     from ..evaluation.prompts import read
 
-    texts = None if text is None else read(text)  # before the imports that take their time
+    try:
+        texts = None if text is None else read(text)  # before the imports that take their time
+    except ParameterError as error:
+        raise CommandError(str(error).replace("prompts:", "--text:", 1)) from error
 
     from sparseprefill.registry import default_registry
 
     from ..calibration.candidates import candidates
     from ..calibration.fit import SIZES, ModelReadings
     from ..calibration.search import Searcher, Target
+    from ..evaluation.outcome import starved
     from .progress import bars
     from .searched import Run
     from .setup import Place, Source, identity_of
@@ -117,7 +121,7 @@ def try_(
         source = Source.of(model, place, device_map, "MODEL")
         longest = _longest(texts, source, tokens, SIZES.greedy)
         loaded = source.load()
-        began = time.monotonic()
+        began, spent = time.monotonic(), time.process_time()
         until = began + seconds
         length = longest if tokens else _length(loaded, source, longest, len(methods), SEARCH * seconds)
         prompts = _prompts(texts, source, length, seed)
@@ -133,12 +137,19 @@ def try_(
             how={**how, **place.facts},
         )
         shown.finished(
-            f"{len(prompts)} texts of {length:,} tokens, {len(methods)} methods; done in {seconds:.0f} s or less"
+            f"{len(prompts)} texts of {length:,} tokens, {len(methods)} methods; about {seconds:.0f} s, and a reading "
+            "that has begun is finished"
         )
         readings = ModelReadings(loaded, identity, prompts, evolve(SIZES, every=EVERY[_kind(place)]), TAIL)
         searcher = Searcher(length, candidates(methods), readings, target, "seconds", until=began + SEARCH * seconds)
+        told: set[str] = set()
         with Stop() as stop, shown.contender(f"{length:,} tokens") as progress:
-            searcher.run(partial(progress, "settings"))
+
+            def hear(done: int, of: int) -> None:
+                progress("settings", done, of)
+                _tell(searcher.result(), told, shown)
+
+            searcher.run(hear)
         found = searcher.result()
         stop.check(len(found.trials))
         timing = Stop()
@@ -147,7 +158,9 @@ def try_(
             with timing:
                 for one in _timed(loaded, prompts[0], run, found.chosen, until, shown):
                     times.append(one)  # Ctrl-C keeps those that are there
-    result = Verdict(run, found, tuple(times), time.monotonic() - began)
+    passed = time.monotonic() - began
+    doubt = starved(time.process_time() - spent, passed) if _kind(place) == "cpu" else ""
+    result = Verdict(run, found, tuple(times), passed, doubt)
     if result.gains:
         run.dense_below = result.below or 0
         run.write()
@@ -165,13 +178,14 @@ def try_(
 class Verdict:
     """Advice for a model. found: of the search. times: of what it chose, longest first; none where it chose none.
 
-    seconds: that all of it took.
+    seconds: that all of it took. doubt: about its times, by the processors that it had.
     """
 
     run: Run
     found: Search
     times: tuple[SideBySide, ...]
     seconds: float
+    doubt: str = ""
 
     @property
     def below(self) -> int | None:
@@ -304,7 +318,7 @@ class Verdict:
                 "counted; pass longer ones."
             )
         alone = [one.seconds for one in self.found.stock]  # texts of one length
-        doubt = unsteady(self.times[0].stock if self.times else alone)
+        doubt = unsteady(self.times[0].stock if self.times else alone) or self.doubt
         made += [f"Beware: {doubt}."] if doubt else []
         chosen = self.found.chosen
         if chosen is not None and len(chosen.outcomes) < self.found.prompts:
@@ -314,6 +328,22 @@ class Verdict:
         if self.found.untried:
             made.append(f"There was no time for {self.found.untried} more settings; --seconds gives it.")
         return made
+
+
+def _tell(found: Search, told: set[str], shown: Bars) -> None:
+    """A line for those who wait: one for dense attention, and one for each method, at its first setting."""
+    from ..evaluation.outcome import Summary
+    from .searched import setting
+
+    if found.stock and "" not in told:
+        told.add("")
+        shown.finished(f"dense attention: {found.stock[0].seconds:.2f} s a prefill")
+    for one in found.trials:
+        if one.candidate.name not in told:
+            told.add(one.candidate.name)
+            name = f"{one.candidate.name} ({setting(one)})"
+            what = one.error or f"{_kept(Summary.of(one.outcomes, 0))}; {one.cost('seconds'):.2f} s a prefill"
+            shown.finished(f"{name}: {what}")
 
 
 def _kept(one: Summary) -> str:
