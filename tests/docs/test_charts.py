@@ -33,7 +33,7 @@ def test_pictures_are_of_the_tables_as_they_stand(charts: ModuleType) -> None:
     again = "run `PYTHONPATH=tests python docs/tools/charts.py`"
     assert source(charts.REAL) == charts.real_digest(), again
     assert source(charts.SPEED) == charts.digest(charts.SECTION), again
-    assert source(charts.BENCH) == charts.digest(*charts.METHODS), again
+    assert source(charts.BENCH) == charts.digest(*charts.METHODS, charts.ROWMAX), again
 
 
 def test_the_real_models_figures_are_in_readme_and_on_each_methods_page(charts: ModuleType) -> None:
@@ -73,4 +73,5 @@ def test_every_row_has_its_bar(charts: ModuleType, tmp_path: Path) -> None:
     assert source(tmp_path / "speed.png") == charts.digest(charts.SECTION)
     measured = charts.measured()
     assert {row.case.shape.length for row in measured} == {32768, 131072}
+    assert [row.case.shape.length for row in measured if row.case.name == "rowmax *"] == [32768, 131072]
     assert all(0 < row.density <= 1 and row.recall is not None and row.speedup > 1 for row in measured)
