@@ -164,7 +164,11 @@ def with_rows(readme: str, rows: list[Real]) -> str:
     best = {(row.method, row.setting == "defaults"): row for row in rows}
 
     def made(found: re.Match[str]) -> str:
-        row = best[found["method"], "," not in found["more"]]
+        row = best.get((found["method"], "," not in found["more"]))
+        if row is None:
+            raise ValueError(
+                f"README's row {found['name']} has none in {REAL_PAGE.name}: take it out, or mark one in bold"
+            )
         kept = f"{row.pairs} | {row.copies} | {row.facts} | {row.kl}"
         return f"| {found['name']} | {kept} | {row.attention:.2f} x | {row.prefill:.2f} x |"
 
