@@ -6,6 +6,7 @@ import shlex
 import time
 from collections.abc import Iterator, Sequence
 from json import dumps
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -325,7 +326,12 @@ class Verdict:
             made.append(
                 f"It was chosen on {len(chosen.outcomes)} of {self.found.prompts} texts: give it more --seconds."
             )
-        if self.found.untried:
+        tried = {one.candidate.name for one in self.found.trials}
+        left = [name for name in self.run.methods if name not in tried]
+        if left and tried:
+            wanted = 60 * ceil(self.seconds / SEARCH * len(self.run.methods) / len(tried) / 60)
+            made.append(f"There was no time for {', '.join(left)}: pass about --seconds {wanted} for all methods.")
+        elif self.found.untried:
             made.append(f"There was no time for {self.found.untried} more settings; --seconds gives it.")
         return made
 

@@ -254,6 +254,14 @@ def test_what_keeps_enough_and_is_slower_is_named() -> None:
     assert one.said[1] == "Longer prompts may gain: pass --tokens."
 
 
+def test_methods_that_there_was_no_time_for_are_named_with_the_time_for_all() -> None:
+    one = verdict(copies=GOOD, stock=DENSE, shortfall=0.5)
+    run, found = evolve(one.run, methods=["rowmax", "streaming"]), evolve(one.found, untried=9)
+    said = Verdict(run, found, (), 150.0).said
+    assert "There was no time for rowmax: pass about --seconds 420 for all methods." in said
+    assert "There was no time for 9 more settings; --seconds gives it." in evolve(one, found=found).said
+
+
 def test_a_model_that_cannot_copy_is_named() -> None:
     poor = Copies(3, 100, 1.0, 3)
     one = verdict(WON, LOST, copies=poor, stock=poor)
