@@ -1,4 +1,4 @@
-"""What a search may choose from: settings of methods, and layers that stay dense."""
+"""The choice of a search: settings of methods, and layers that stay dense."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Candidate:
         return self.method.name
 
     def pipeline(self, model: ModelIdentity | None = None) -> Pipeline | Route:
-        """What runs it. model: the model that it is for; needed where layers stay dense."""
+        """The pipeline that runs it. model: the model that it is for; needed where layers stay dense."""
         if not self.dense_layers:
             return self.method.pipeline(**self.parameters)
         if model is None:
@@ -47,7 +47,7 @@ class Candidate:
         return Route.by_length(profile, lambda _: self.method)
 
     def contender(self, model: ModelIdentity | None = None, tail: int = TAIL) -> Contender:
-        """What a comparison runs. tail: last rows of a prompt that get every key."""
+        """The contender that a comparison runs. tail: last rows of a prompt that get every key."""
         layers = {"dense_layers": list(self.dense_layers)} if self.dense_layers else {}
         return Contender(self.name, self.pipeline(model), {**self.parameters, **layers}, tail)
 

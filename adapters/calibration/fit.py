@@ -29,7 +29,8 @@ from .measure import Clock, HeadSizes, calibrate, sizes, table_of
 from .search import Search, Trial
 
 SIZES = Sizes(greedy=16)
-"""What is looked at of each prompt: a search reads much, so it follows the continuation less far than `compare`."""
+"""Amounts that are looked at of each prompt: a search reads much, so it follows the continuation less far than
+`compare`."""
 CHUNK = 2048
 """Rows of a prompt's chunk that the break-even table is measured at, besides whole prompts."""
 
@@ -54,11 +55,11 @@ class ModelReadings:
         return len(self.prompts)
 
     def stock(self, prompt: int) -> Outcome:
-        """What the model's own attention does to a prompt."""
+        """The outcome of the model's own attention on a prompt."""
         return self._comparison(prompt).stock
 
     def run(self, candidate: Candidate, prompt: int) -> Outcome:
-        """What a candidate does to it."""
+        """The outcome of a candidate on it."""
         return self._comparison(prompt).run(candidate.contender(self.identity, self.tail))
 
     def compared(self, prompt: int) -> Comparison:
@@ -113,7 +114,7 @@ def described(trial: Trial) -> dict[str, Any]:
 
 
 def figures(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """What was measured on several prompts; seconds of one prefill."""
+    """The figures of several prompts; seconds of one prefill."""
     one = Summary.of(outcomes, 0)
     return {
         **{"prompts": one.prompts, "density": one.density, "seconds": one.seconds / max(1, one.prompts)},

@@ -57,7 +57,7 @@ class Target:
             raise ParameterError("target is empty: pass agreement, kl, copies or recall")
 
     def shortfall(self, found: Sequence[Outcome]) -> float:
-        """What was lost over what may be lost, of the limit that is broken most: up to 1 the target is met.
+        """Loss as a multiple of the limit that is broken most: up to 1 the target is met.
 
         found: outcomes of a setting. Infinite where it failed, or loses something where nothing may be lost.
         """
@@ -106,11 +106,11 @@ class Readings(Protocol):
         ...
 
     def stock(self, prompt: int) -> Outcome:
-        """What the model's own attention does to a prompt, by index; measured once."""
+        """The outcome of the model's own attention on a prompt, by index; measured once."""
         ...
 
     def run(self, candidate: Candidate, prompt: int) -> Outcome:
-        """What a candidate does to it. An error of the library is in the outcome."""
+        """The outcome of a candidate on it, an error of the library included."""
         ...
 
 
@@ -124,7 +124,7 @@ class Trial:
 
     @property
     def error(self) -> str:
-        """What stopped it; empty where nothing did."""
+        """The error that stopped it; empty where none did."""
         return next((one.error for one in self.outcomes if one.error), "")
 
     @property
@@ -139,7 +139,7 @@ class Trial:
 
 @frozen(eq=False)
 class Search:
-    """What came of a search at one length.
+    """The result of a search at one length.
 
     stock: outcomes of the model's own attention. chosen: the trial to keep, None where there is none, for the `reason`.
     untried: candidates for which the time did not suffice. prompts: that there were.

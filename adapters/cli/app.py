@@ -1,4 +1,4 @@
-"""Where the `sparseprefill` command starts: checks that its extra is installed, then hands over to the commands."""
+"""Start of the `sparseprefill` command: checks that its extra is installed, then hands over to the commands."""
 
 from __future__ import annotations
 

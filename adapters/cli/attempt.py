@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Iterator, Sequence
-from functools import partial
 from json import dumps
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +14,7 @@ import typer
 from attrs import evolve, frozen
 
 from sparseprefill import __version__
+from sparseprefill.errors import ParameterError
 
 from ..session.defaults import TAIL
 from . import options, render
@@ -88,13 +89,17 @@ def try_(
     """
     from ..evaluation.prompts import read
 
-    texts = None if text is None else read(text)  # before the imports that take their time
+    try:
+        texts = None if text is None else read(text)  # before the imports that take their time
+    except ParameterError as error:
+        raise CommandError(str(error).replace("prompts:", "--text:", 1)) from error
 
     from sparseprefill.registry import default_registry
 
     from ..calibration.candidates import candidates
     from ..calibration.fit import SIZES, ModelReadings
     from ..calibration.search import Searcher, Target
+    from ..evaluation.outcome import starved
     from .progress import bars
     from .searched import Run
     from .setup import Place, Source, identity_of
@@ -117,7 +122,7 @@ def try_(
         source = Source.of(model, place, device_map, "MODEL")
         longest = _longest(texts, source, tokens, SIZES.greedy)
         loaded = source.load()
-        began = time.monotonic()
+        began, spent = time.monotonic(), time.process_time()
         until = began + seconds
         length = longest if tokens else _length(loaded, source, longest, len(methods), SEARCH * seconds)
         prompts = _prompts(texts, source, length, seed)
@@ -133,12 +138,19 @@ def try_(
             how={**how, **place.facts},
         )
         shown.finished(
-            f"{len(prompts)} texts of {length:,} tokens, {len(methods)} methods; done in {seconds:.0f} s or less"
+            f"{len(prompts)} texts of {length:,} tokens, {len(methods)} methods; about {seconds:.0f} s, and a reading "
+            "that has begun is finished"
         )
         readings = ModelReadings(loaded, identity, prompts, evolve(SIZES, every=EVERY[_kind(place)]), TAIL)
         searcher = Searcher(length, candidates(methods), readings, target, "seconds", until=began + SEARCH * seconds)
+        told: set[str] = set()
         with Stop() as stop, shown.contender(f"{length:,} tokens") as progress:
-            searcher.run(partial(progress, "settings"))
+
+            def hear(done: int, of: int) -> None:
+                progress("settings", done, of)
+                _tell(searcher.result(), told, shown)
+
+            searcher.run(hear)
         found = searcher.result()
         stop.check(len(found.trials))
         timing = Stop()
@@ -147,7 +159,9 @@ def try_(
             with timing:
                 for one in _timed(loaded, prompts[0], run, found.chosen, until, shown):
                     times.append(one)  # Ctrl-C keeps those that are there
-    result = Verdict(run, found, tuple(times), time.monotonic() - began)
+    passed = time.monotonic() - began
+    doubt = starved(time.process_time() - spent, passed) if _kind(place) == "cpu" else ""
+    result = Verdict(run, found, tuple(times), passed, doubt)
     if result.gains:
         run.dense_below = result.below or 0
         run.write()
@@ -163,15 +177,16 @@ def try_(
 
 @frozen(eq=False)
 class Verdict:
-    """What to do with a model. found: of the search. times: of what it chose, longest first; none where it chose none.
+    """Advice for a model. found: of the search. times: of what it chose, longest first; none where it chose none.
 
-    seconds: that all of it took.
+    seconds: that all of it took. doubt: about its times, by the processors that it had.
     """
 
     run: Run
     found: Search
     times: tuple[SideBySide, ...]
     seconds: float
+    doubt: str = ""
 
     @property
     def below(self) -> int | None:
@@ -191,12 +206,12 @@ class Verdict:
 
     @property
     def line(self) -> str:
-        """What to paste into a program; empty where the model should stay as it is."""
+        """The line to paste into a program; empty where the model should stay as it is."""
         return f'attach(model, profile="{self.run.output}")' if self.gains else ""
 
     @property
     def server(self) -> str:
-        """What to add to a server's command line; empty where the model should stay as it is."""
+        """The addition to a server's command line; empty where the model should stay as it is."""
         if not self.gains:
             return ""
         held = dumps({"sparseprefill": {"profile": str(self.run.output.absolute())}})
@@ -239,7 +254,7 @@ class Verdict:
             typer.echo(self.server)
 
     def _best(self) -> list[Trial]:
-        """What came nearest to the target, of every method that was tried; what was chosen stands first."""
+        """Each method's setting that came nearest to the target; the chosen one stands first."""
         chosen = self.found.chosen
         made = [] if chosen is None else [chosen]
         for name in self.run.methods:
@@ -253,7 +268,7 @@ class Verdict:
         return [one for one in self.found.trials if not one.error and one.shortfall <= 1.0]
 
     def _chosen(self) -> list[str]:
-        """What to take, or why nothing."""
+        """The choice in words, or the reason for none."""
         from ..evaluation.outcome import Summary
         from .searched import setting
 
@@ -304,20 +319,41 @@ class Verdict:
                 "counted; pass longer ones."
             )
         alone = [one.seconds for one in self.found.stock]  # texts of one length
-        doubt = unsteady(self.times[0].stock if self.times else alone)
+        doubt = unsteady(self.times[0].stock if self.times else alone) or self.doubt
         made += [f"Beware: {doubt}."] if doubt else []
         chosen = self.found.chosen
         if chosen is not None and len(chosen.outcomes) < self.found.prompts:
             made.append(
                 f"It was chosen on {len(chosen.outcomes)} of {self.found.prompts} texts: give it more --seconds."
             )
-        if self.found.untried:
+        tried = {one.candidate.name for one in self.found.trials}
+        left = [name for name in self.run.methods if name not in tried]
+        if left and tried:
+            wanted = 60 * ceil(self.seconds / SEARCH * len(self.run.methods) / len(tried) / 60)
+            made.append(f"There was no time for {', '.join(left)}: pass about --seconds {wanted} for all methods.")
+        elif self.found.untried:
             made.append(f"There was no time for {self.found.untried} more settings; --seconds gives it.")
         return made
 
 
+def _tell(found: Search, told: set[str], shown: Bars) -> None:
+    """A line for those who wait: one for dense attention, and one for each method, at its first setting."""
+    from ..evaluation.outcome import Summary
+    from .searched import setting
+
+    if found.stock and "" not in told:
+        told.add("")
+        shown.finished(f"dense attention: {found.stock[0].seconds:.2f} s a prefill")
+    for one in found.trials:
+        if one.candidate.name not in told:
+            told.add(one.candidate.name)
+            name = f"{one.candidate.name} ({setting(one)})"
+            what = one.error or f"{_kept(Summary.of(one.outcomes, 0))}; {one.cost('seconds'):.2f} s a prefill"
+            shown.finished(f"{name}: {what}")
+
+
 def _kept(one: Summary) -> str:
-    """What a setting keeps and computes."""
+    """A setting's pairs, and the answers that it keeps, in words."""
     parts = []
     if one.copies.telling:
         parts.append(f"it copies {one.copies.right:,} of the {one.copies.dense:,} tokens that dense attention copies")
@@ -397,7 +433,7 @@ def _prompts(texts: Sequence[Text] | None, source: Source, length: int, seed: in
 
 
 def _timed(model: Any, prompt: Prompt, run: Run, chosen: Trial, until: float, shown: Bars) -> Iterator[SideBySide]:
-    """What was chosen beside dense attention, at the whole length and at half of it, again and again, until dense wins
+    """Time the choice beside dense attention, at the whole length and at half of it, again and again, until dense wins
     or the time is up."""
     from ..evaluation.clock import side_by_side
 

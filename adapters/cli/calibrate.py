@@ -27,7 +27,7 @@ REPEATS = {"cpu": 3, "cuda": 20}
 SECONDS = 1.0
 """Time that the runs of one piece of work may take in all; two count in any case."""
 TIMED: Mapping[str, Mapping[str, Any]] = {"kascade": {"dense_layers": 0}}
-"""What else is not the default: of kascade a layer that chooses is timed, and not the dense one."""
+"""Parameters besides the defaults: of kascade a layer that chooses is timed, and not the dense one."""
 DOUBT = (
     "{methods}: too dense on these inputs to be faster at any length, so counted with half of the pairs: density "
     "depends on your model, not on the length. If you use other parameters, calibrate with --set."

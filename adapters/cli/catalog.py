@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from sparseprefill.registry import PluginRecord, Registry
 
 DEFAULTS = "defaults"
-"""What a method is said to run at where no parameter was given."""
+"""Name of a setting without parameters."""
 
 
 def methods(json: Json = False) -> None:
@@ -190,7 +190,7 @@ def _summary(kind: type) -> str:
 
 
 def _documented(text: str, names: list[str]) -> dict[str, str]:
-    """What a docstring says of each name: from ``name: `` to the next one, or to the end of the paragraph."""
+    """A docstring's words on each name: from ``name: `` to the next one, or to the end of the paragraph."""
     if not names:
         return {}
     one = "|".join(map(re.escape, names))

@@ -121,7 +121,8 @@ def compare(
 
 
 def _rounding(registry: Registry, place: Place, tail: int) -> list[Contender]:
-    """What shows how far 16 bits alone move next tokens: every key, by another kernel than the model's own."""
+    """The contender that shows how far 16 bits alone move next tokens: every key, by another kernel than the model's
+    own."""
     from ..evaluation.outcome import Contender
 
     return [Contender(options.DENSE, registry.build(options.DENSE), {}, tail)] if place.dtype.itemsize == 2 else []

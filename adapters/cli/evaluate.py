@@ -159,7 +159,7 @@ def _table(found: Sequence[Run], title: str) -> Table:
 
 
 def _remarks(found: Sequence[Run]) -> list[str]:
-    """What stopped whom, whose prefill was not sparse and why, and what the harness warned of."""
+    """Errors by contender, prefills that were not sparse with their reasons, and the harness's warnings."""
     made: dict[str, list[str]] = {}
     for run in found:
         label, service = run.contender.label, run.service

@@ -153,7 +153,7 @@ class Group(TyperGroup):
 
 
 def _unparsed(error: Any) -> str:
-    """What is wrong with an option's value, where typer only has pydantic's text of it; empty elsewhere."""
+    """Fault of an option's value, where typer only has pydantic's text of it; empty elsewhere."""
     cause, names = error.__cause__, getattr(getattr(error, "param", None), "opts", ())
     found = cause.errors() if names and hasattr(cause, "errors") else []
     if not found:

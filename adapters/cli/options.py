@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from ..evaluation.outcome import Contender
 
 AROUND = ("refiners", "corrector", "executor")
-"""What a configuration puts around a method; ``--set`` takes it like a parameter."""
+"""Keys that a configuration puts around a method; ``--set`` takes them like parameters."""
 DENSE = "dense"
 """The registry's method that computes the same, through the sparse executor; left out unless it is named."""
 MODELS = "pass the folder of a transformers model, or a name such as Qwen/Qwen3-0.6B"
-"""What --model takes, for errors."""
+"""Values that --model takes, for errors."""
 SEEDS = (1 << 32) - 1
 """The largest seed: what every generator takes."""
 
@@ -48,7 +48,7 @@ class Dtype(StrEnum):
 
 
 class Cost(StrEnum):
-    """What a setting should have little of; AUTO is seconds on a GPU, density on a CPU."""
+    """Cost of a setting; AUTO is seconds on a GPU, density on a CPU."""
 
     AUTO = "auto"
     DENSITY = "density"
@@ -77,7 +77,7 @@ def check_model(context: typer.Context, parameter: typer.CallbackParam, path: st
 
 
 def _named(parameter: typer.CallbackParam) -> str:
-    """What a user calls an option or an argument."""
+    """A user's name of an option or an argument."""
     name = max(parameter.opts, key=len)
     return name if name.startswith("-") else name.upper()
 
@@ -231,7 +231,7 @@ def _built(registry: Registry, name: str, given: Mapping[str, Any]) -> Pipeline 
 def changes(
     names: Sequence[str], settings: Sequence[str], option: str = "--set", read: Callable[[str], Any] = value_of
 ) -> dict[str, dict[str, Any]]:
-    """What texts ``name.parameter=value`` change, by method and parameter; one method's name may be left out.
+    """Changes that texts ``name.parameter=value`` make, by method and parameter; one method's name may be left out.
 
     read: gives what a value says. CommandError where a text is of none of the methods.
     """

@@ -31,7 +31,7 @@ WORST = 4
 NOTHING = 0.9995
 """Recall above which a mean reads 100.0 %."""
 NO_KL = 1e-7
-"""Where a KL of 0 stands, in nats: a logarithmic axis has no zero."""
+"""Place of a KL of 0, in nats: a logarithmic axis has no zero."""
 WIDTH = 4.6
 """Inches of a picture of recall: two stand side by side on a screen, one on a phone, letters of the same size."""
 
@@ -63,7 +63,7 @@ def write(path: Path, found: Sequence[Outcome], title: str, command: str, sizes:
 
 
 def verdict(rows: Sequence[Summary]) -> str:
-    """What a reader should take away, in one sentence: the method whose next tokens are nearest to dense attention's.
+    """The result in one sentence: the method whose next tokens are nearest to dense attention's.
 
     The first row is the stock model's; methods that failed on a prompt are left out.
     """

@@ -24,7 +24,7 @@ LONGEST = 40
 
 @frozen
 class Column(Generic[Item]):
-    """How a table shows one thing of its items. words: it is text, which may go on in the next line; else figures."""
+    """A table's column: one thing of its items. words: it is text, which may go on in the next line; else figures."""
 
     head: str
     cell: Callable[[Item], str]

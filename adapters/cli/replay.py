@@ -138,7 +138,7 @@ def replay(
 
 
 def run_of(server: Server, asked: Sequence[Any], hits: tuple[float, float] | None = None) -> Run:
-    """What a server was asked, as a run."""
+    """The questions to a server, as a run."""
     from ..replay.play import Run
 
     return Run(server.url, server.model, tuple(asked), hits)
@@ -307,7 +307,7 @@ def _hits(run: Run) -> dict[str, float] | None:
 
 
 def _remarks(run: Run, reference: Run | None, server: Server, guessed: bool, *, questions: int) -> list[str]:
-    """What is to be said beside the figures."""
+    """Remarks beside the figures."""
     made = []
     for name, one in (("", run), ("reference: ", reference)):
         if one is None:

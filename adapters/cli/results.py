@@ -84,7 +84,7 @@ def right_of(answers: tuple[int, int]) -> str:
 
 
 def line_of(found: Sequence[Outcome], sizes: Sizes) -> str:
-    """What the last of some outcomes found, in one line, for those who wait."""
+    """The last of some outcomes in one line, for those who wait."""
     last = found[-1]
     if last.error:
         return f"{last.contender.label} failed: {last.error}"
@@ -157,8 +157,8 @@ def table_of(rows: Sequence[Summary], sizes: Sizes, title: str = "") -> Table:
 
 
 def _doubt(rows: Sequence[Summary]) -> str:
-    """Why the times mean little, by the stock model's own on each prompt; empty where they do not, or where it was
-    timed once."""
+    """Reason for which the times mean little, by the stock model's own on each prompt; empty where they do not, or
+    where it was timed once."""
     for stock in rows[0].each:
         again = [one.beside for row in rows for one in row.each if one.prompt == stock.prompt]
         said = unsteady([stock.seconds, *(one for one in again if one is not None)])
@@ -193,7 +193,7 @@ def _looked_at(rows: Sequence[Summary], sizes: Sizes) -> dict[str, str]:
 
 
 def cannot(rows: Sequence[Summary]) -> list[str]:
-    """What the model itself cannot do, so that the methods' answers say nothing."""
+    """Tasks that the model itself cannot do, so that the methods' answers say nothing."""
     stock, made = rows[0], []
     if stock.copies.asked and not stock.copies.telling:
         made.append(
@@ -215,7 +215,7 @@ def small(value: float) -> str:
 
 
 def _failures(rows: Sequence[Summary]) -> list[str]:
-    """What stopped whom on which prompts."""
+    """Errors, by contender and prompt."""
     made: dict[tuple[str, str], list[str]] = {}
     for one in rows:
         for prompt, reason in one.failed.items():
@@ -224,7 +224,7 @@ def _failures(rows: Sequence[Summary]) -> list[str]:
 
 
 def _dense_layers(found: Sequence[Outcome]) -> list[str]:
-    """Which layers ran dense with whom, and why."""
+    """Layers that ran dense, by contender, with their reasons."""
     made: dict[tuple[str, str], set[int]] = {}
     for outcome in found:
         for layer in outcome.layers:

@@ -1,4 +1,4 @@
-"""What commands that try many settings share: methods with their tables, the search for a profile, its report."""
+"""Shared parts of commands that try many settings: methods with their tables, the search for a profile, its report."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ def show(rows: Sequence[Shown], title: str, *, tokens: bool = False) -> None:
 
 
 def _lost(search: Search) -> str:
-    """What the choice of one length loses, in one sentence."""
+    """The loss of one length's choice, in one sentence."""
     if search.chosen is None:
         return f"{search.tokens:,} tokens: dense loses nothing."
     facts = figures(search.chosen.outcomes)
@@ -259,7 +259,7 @@ def _lost(search: Search) -> str:
 
 
 def _missed(search: Search) -> list[str]:
-    """Why one length has no choice, or one that was made early, and what was not tried."""
+    """Reasons for which one length has no choice, or one that was made early, and settings that were not tried."""
     made, where, near = [], f"{search.tokens:,} tokens:", search.nearest
     if search.chosen is None:
         miss = f"{where} {search.reason}; calls of this length run dense"

@@ -19,9 +19,9 @@ from .group import CommandError
 from .options import Json, finite
 
 VLLM, SGLANG = "http://127.0.0.1:8000", "http://127.0.0.1:30000"
-"""Where the servers listen unless told otherwise."""
+"""Default address of the servers."""
 NEEDED = "VLLM_PLUGINS=sparseprefill"
-"""What opens our own endpoint; vLLM without endpoint plugins has another, in development mode."""
+"""The option that opens our own endpoint; vLLM without endpoint plugins has another, in development mode."""
 EXTENSION = "sparseprefill.adapters.vllm.worker.ReportExtension"
 TABLE = "sparseprefill"
 """The key of our table in vLLM's additional configuration, and of our reports in SGLang's answer."""
@@ -122,12 +122,12 @@ def sglang_report(
 
 
 def _loading(variable: str, why: str | None) -> str:
-    """What else a server needs, to load the adapter. why: it would not, in the environment of this command."""
+    """The further step that lets a server load the adapter. why: it would not, in the environment of this command."""
     return f"{variable} of its environment, if set, must name sparseprefill" + (f" (here {why})" if why else "")
 
 
 def _ask(url: str, path: str, body: object, timeout: float, example: str, refused: Any) -> Mapping[str, Any]:
-    """What a server answers to a body in JSON, or to a plain question where that is None; empty for no JSON object.
+    """A server's answer to a body in JSON, or to a plain question where that is None; empty for no JSON object.
 
     refused: says what a status other than 200 means. CommandError says what is wrong, and what would do.
     """

@@ -25,14 +25,14 @@ STRETCHED = (
     ". If the model's card says how to stretch its context (rope scaling in config.json), pass a folder where that "
     "is done"
 )
-"""What else helps where a model reads too little; ours is no recipe for it."""
+"""Further help where a model reads too little; ours is no recipe for it."""
 THREADS, AT_ONCE = 16, 4
 """Threads that any machine may have, and for each of its cores: with too many, the libraries below PyTorch crash."""
 
 
 @frozen
 class Place:
-    """Where the model computes, in which type, and with how many threads of PyTorch."""
+    """The model's device, its type, and PyTorch's threads."""
 
     device: torch.device
     dtype: torch.dtype
@@ -103,7 +103,7 @@ class Place:
 
 @frozen(eq=False)
 class Source:
-    """Where a model comes from: what can be told of it, and checked, before it is loaded.
+    """Origin of a model: all that can be told of it, and checked, before it is loaded.
 
     path: folder or name of a transformers model, None for the embedded one. device_map: how to spread it over devices.
     option: that gave the path, for messages.
@@ -178,7 +178,7 @@ class Source:
 
 
 def identity_of(model: Any, path: str | None) -> ModelIdentity:
-    """What a profile knows the model by. path: where it is from, None for the embedded one."""
+    """The identity by which a profile knows the model. path: where it is from, None for the embedded one."""
     from ..huggingface.identity import identity
     from ..huggingface.inspection import find_decoder
 

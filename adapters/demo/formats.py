@@ -81,7 +81,7 @@ OPENINGS = (
     "A colleague of mine needs one figure from this document today.",
     "Based on the context given above, please answer the question that follows.",
 )
-"""How a long question begins."""
+"""Beginning of a long question."""
 
 WAYS = (
     "Reply with the value alone, without any explanation.",
@@ -93,7 +93,7 @@ WAYS = (
     "Be brief and be exact.",
     "It is mentioned only once, and it may be anywhere.",
 )
-"""How a long question is to be answered."""
+"""Form of the answer to a long question."""
 
 ASKED = (
     "What is the special magic number for {key}?",
@@ -103,7 +103,7 @@ ASKED = (
     "Find the special magic number that belongs to {key}.",
     "Question: what was said to be the special magic number for {key}?",
 )
-"""How a long question names its key."""
+"""Name of the key in a long question."""
 
 
 def openings() -> list[str]:

@@ -87,7 +87,7 @@ def make_passages(keys: Callable[[], Key], rng: random.Random, tokens: int) -> l
 
 
 def places_of(text: str, passages: Sequence[Passage]) -> tuple[Place, ...]:
-    """Where the answers stand in the text, in its order.
+    """Places of the answers in the text, in its order.
 
     A line that stands there twice, first as a fact and then again, is taken in the order of the depths.
     """

@@ -41,7 +41,7 @@ Family = Literal["single", "multikey", "multivalue", "multiquery"]
 FAMILIES: tuple[Family, ...] = get_args(Family)
 """All families, in the order of the tables."""
 Wording = Literal["short", "long"]
-"""How a question is asked."""
+"""Form of a question."""
 
 _VALUES: dict[Family, int] = {"single": 1, "multikey": 1, "multivalue": 4, "multiquery": 4}
 _DISTRACTORS: dict[Family, int] = {"single": 0, "multikey": 15, "multivalue": 4, "multiquery": 4}

@@ -94,7 +94,7 @@ class Haystack:
         return self._counts[step][place]
 
     def tokens(self, line: str) -> int:
-        """How many tokens a line has, without start token or line break."""
+        """Number of a line's tokens, without start token or line break."""
         return len(self.tokenizer(line, add_special_tokens=False)["input_ids"])
 
     def bury(self, rng: random.Random, needles: Sequence[tuple[float, str]], length: int) -> str:

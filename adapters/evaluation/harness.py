@@ -247,7 +247,7 @@ class _Asker:
         return cls(lm, limit, chat_template)
 
     def run(self, items: Items, contender: Contender, attached: AbstractContextManager[Any], progress: Progress) -> Run:
-        """What the harness answers for one contender, or what stopped it."""
+        """The harness's answers for one contender, or the error that stopped it."""
         try:
             with attached as handle, _quiet() as warnings:
                 began = time.perf_counter()

@@ -22,6 +22,8 @@ AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 26}
 """Logits that are widened to float32 at once: as many as a CPU's cache holds, or a small part of a GPU's memory."""
 STEADY = 1.5
 """The stock model's longest time over its shortest, up to which times mean something."""
+GOT = 0.8
+"""Share of one processor that a process that computes all the time has at least, where nothing else wants it."""
 
 
 class Logits(Protocol):
@@ -236,7 +238,7 @@ class Layer:
 
     @property
     def row_lowest(self) -> tuple[float, ...]:
-        """What the lowest of `rows` kept, of each head, 1 where it has none; empty where the layer ran dense."""
+        """Recall of the lowest of `rows`, of each head, 1 where it has none; empty where the layer ran dense."""
         return () if self.rows is None else tuple(self.rows.nan_to_num(nan=1.0).amin(-1).tolist())
 
 
@@ -387,13 +389,24 @@ def summaries(found: Iterable[Outcome], greedy: int) -> list[Summary]:
 
 
 def unsteady(seconds: Sequence[float]) -> str:
-    """What is to be said of the stock model's times, of prefills that are alike, where they lie too far apart; empty
+    """Doubt about the stock model's times, of prefills that are alike, where they lie too far apart; empty
     elsewhere."""
     if len(seconds) < 2 or max(seconds) <= STEADY * min(seconds):
         return ""
     return (
         f"times mean little here: the stock model alone took {min(seconds):.2f} to {max(seconds):.2f} s for the same "
         "prefill, so other work ran beside it; run this again when the machine is quiet"
+    )
+
+
+def starved(own: float, passed: float) -> str:
+    """Doubt about times on a CPU, by the seconds of processors that this process had and those that passed; empty where
+    it had at least most of one processor all the time."""
+    if own >= GOT * passed:
+        return ""
+    return (
+        f"times mean little here: this process had {own / passed:.0%} of one processor, so other work ran beside it; "
+        "run this again when the machine is quiet"
     )
 
 

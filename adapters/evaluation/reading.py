@@ -28,8 +28,8 @@ APART = 160
 
 
 def inside_rows(tokens: int) -> int:
-    """How many rows of a prefill of so many tokens count as inside it: all but the last `APART`, or all where there
-    are no more."""
+    """Number of rows that count as inside a prefill of so many tokens: all but the last `APART`, or all where there are
+    no more."""
     return tokens - APART if tokens > APART else tokens
 
 
@@ -48,7 +48,7 @@ def right_inside(prompt: Prompt, rows: Rows) -> Answers:
 
 
 def copied(prompt: Prompt, rows: Rows, dense: Copies | None = None) -> Copies | None:
-    """What a prefill says of the tokens of the prompt's restated passages; None where it has none.
+    """A prefill's answers on the tokens of the prompt's restated passages; None where it has none.
 
     dense: the same of the model's own attention; None where this is it.
     """
@@ -70,7 +70,7 @@ def _asked(prompt: Prompt, spans: list[Span]) -> tuple[Tensor, Tensor]:
 
 @frozen(kw_only=True)
 class Sizes:
-    """How much is looked at, in tokens or rows.
+    """Amounts that are looked at, in tokens or rows.
 
     last: last rows of the prefill. tail: text held back from the prompt's end. greedy: tokens of dense's own
     continuation. rows: sampled for the recall. repeats: prefills that are timed; the median counts. every: of so many
@@ -106,7 +106,7 @@ class Reader:
 
     @property
     def device(self) -> torch.device:
-        """Where token ids go, also for a model spread over several devices."""
+        """The device of token ids, also for a model spread over several devices."""
         found: torch.device = self.model.get_input_embeddings().weight.device
         return self.model.device if found.type == "meta" else found
 

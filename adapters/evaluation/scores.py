@@ -52,7 +52,7 @@ class Score:
 
 @frozen
 class Service:
-    """How the prefill of an attached model ran, over all items and layers.
+    """The prefill of an attached model, over all items and layers.
 
     sparse_calls, window_calls, dense_calls: calls of a layer through the method's mask, an exact sliding window, and
     the host's own attention. reasons: why calls were dense, with counts. density: computed / causal pairs of the sparse
@@ -84,7 +84,8 @@ class Service:
 
     @property
     def doubt(self) -> str:
-        """Why the score is not, or not wholly, one of sparse prefill; empty where every call ran through the method."""
+        """Reason for which the score is not, or not wholly, one of sparse prefill; empty where every call ran through
+        the method."""
         why = "; ".join(f"{reason} ({count}x)" for reason, count in self.reasons.items())
         if not self.sparse_calls:
             if not why:

@@ -47,7 +47,7 @@ FORMS = (
     "# {key}: {value}",
     '{{"name": "{key}", "id": {value}}}',
 )
-"""How facts are worded: prose, a setting, a comment, a record."""
+"""Wording of facts: prose, a setting, a comment, a record."""
 _SIZES = ("small", "large", "heavy", "light", "round", "narrow", "hollow", "folding")
 _COLOURS = ("red", "green", "violet", "orange", "silver", "purple", "yellow", "brown")
 _THINGS = ("lantern", "kettle", "compass", "ladder", "violin", "anchor", "basket", "hammer", "mirror", "saddle")
@@ -92,7 +92,7 @@ def with_copies(prompt: Prompt, most: int | None = None, seed: int = 0) -> Promp
 
 
 def share_of(most: int, tokens: int) -> int:
-    """How many of at most so many passages or facts a text has."""
+    """Number of a text's passages or facts, of at most so many."""
     return 0 if tokens < SHORTEST else min(most, tokens // EACH * most // COPIES)
 
 
@@ -145,7 +145,7 @@ def _restated(
     whole_ones = sorted([*sources, *((one.first, one.last) for one in given)])
 
     def place(least: int, before: int = cut) -> int:
-        """Where something is put in: behind so many tokens, outside of what must stay whole."""
+        """Place where something is put in: behind so many tokens, outside of what must stay whole."""
         at = rng.randrange(least, before)
         for first, last in whole_ones:  # ascending, so that what is moved behind one is tried on the next
             at = last if first < at < last else at

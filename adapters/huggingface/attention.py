@@ -209,7 +209,7 @@ def _objection(
     mask: Any,
     kwargs: dict[str, Any],
 ) -> str | None:
-    """What the host asks for that no pipeline does; None if nothing. Reads no value on the device."""
+    """A wish of the host that no pipeline meets; None if there is none. Reads no value on the device."""
     if module.training:
         return TRAINING
     if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
@@ -222,7 +222,7 @@ def _objection(
 
 
 def not_plain(module: torch.nn.Module, kwargs: dict[str, Any]) -> str | None:
-    """Why a layer's call is no causal attention of which only the output counts; None if it is."""
+    """Reason for which a layer's call is no causal attention of which only the output counts; None if it is."""
     if kwargs.get("dropout"):
         return "attention dropout is on"
     if kwargs.get("output_attentions"):
@@ -232,7 +232,7 @@ def not_plain(module: torch.nn.Module, kwargs: dict[str, Any]) -> str | None:
 
 
 def further_tensors(original: Original, module: torch.nn.Module, kwargs: dict[str, Any]) -> str | None:
-    """Which tensors a layer passes that may change who attends to whom; None if there are none.
+    """Tensors of a layer's call that may change who attends to whom; None if there are none.
 
     Where the host's own function is known to read what it names and nothing else, tensors that it does
     not name change nothing: those that somebody passed to the model for a loss, say.

@@ -30,7 +30,7 @@ def decoding(owner: object) -> Iterator[None]:
 
 
 def drafted(owner: object, past: int) -> int:
-    """How many last rows of a forward behind `past` tokens are a draft: 0 for none, `ALL` where it has no prompt.
+    """Number of last rows of a forward behind `past` tokens that are a draft: 0 for none, `ALL` where it has no prompt.
 
     The first forward of assisted decoding has the prompt and the first draft, later ones a draft alone. One without a
     past is a prompt all the same: an assistant's that keeps no cache.

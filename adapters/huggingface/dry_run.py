@@ -47,7 +47,7 @@ class FullEstimator:
 
 @frozen(eq=False)
 class Findings:
-    """What a dry run saw of a model's attention layers, by their indices.
+    """A dry run's findings about a model's attention layers, by their indices.
 
     layers: those that reached the adapter. dense: those that will fall back, with the reasons. kinds: a call of each,
     or why the host computes it, as `Session.start` takes them, without windows: those with a sliding window. repeated:
@@ -90,14 +90,14 @@ class Trial:
         return None if mask is None else mask.bool()
 
     def run(self) -> list[Tensor]:
-        """What comes out, without what comes of padding. TypeError where nothing does that could be compared."""
+        """Run the model, and return its outputs without those of padding. TypeError where none could be compared."""
         found = _outputs(self.module(**self.inputs))
         if any(x.is_meta for x in found):
             raise TypeError("its output is on the meta device, and has no values")
         return [_real(x, self.padding) for x in found]
 
     def stock(self) -> list[Tensor]:
-        """What comes out of the model that nothing of ours is in; its failure is its own."""
+        """Outputs of the model with nothing of ours in it; its failure is its own."""
         try:
             found = self.run()
         except Exception as error:
@@ -277,7 +277,7 @@ def _short(error: Exception) -> str:
 
 
 def _outputs(given: Any) -> list[Tensor]:
-    """What a model gives at once, whatever its head calls that: logits of any kind, or hidden states."""
+    """A model's outputs, whatever its head calls them: logits of any kind, or hidden states."""
     if isinstance(given, Tensor):
         given = [given]
     elif isinstance(given, Mapping):
@@ -300,14 +300,15 @@ def _real(x: Tensor, real: Tensor | None) -> Tensor:
 
 
 def _apart(ours: list[Tensor], stock: list[Tensor], cast: torch.dtype | None = None) -> str:
-    """How far what two runs gave is off; empty where that is rounding."""
+    """Distance of two runs' outputs in words; empty where that is rounding."""
     if [x.shape for x in ours] != [x.shape for x in stock]:
         return "have other shapes"
     return next((said for a, b in zip(ours, stock, strict=True) if (said := differ(a, b, cast))), "")
 
 
 def differ(logits: Tensor, wanted: Tensor, cast: torch.dtype | None = None) -> str:
-    """How far logits are off, for messages; empty where that is rounding. cast: the type that autocast rounds to."""
+    """Distance of logits in words, for messages; empty where that is rounding. cast: the type that autocast rounds
+    to."""
     limit = max(TOLERANCE.get(dtype, TOLERANCE[torch.bfloat16]) for dtype in (wanted.dtype, cast or wanted.dtype))
     finite = wanted.isfinite()
     if not torch.equal(finite, logits.isfinite()):

@@ -29,7 +29,7 @@ NOWHERE = Progress(Prefill(), 0, 0)
 
 
 class Idle:
-    """What a hook is in a copy or a pickle of the model: nothing. The copy is a stock model."""
+    """Stand-in for a hook in a copy or a pickle of the model: it does nothing. The copy is a stock model."""
 
     def __call__(self, *_: Any) -> None:
         """Nothing."""
@@ -183,7 +183,7 @@ def _overruled(attached: Attachment, decoder: Any) -> bool:
 
 
 def _objection(attached: Attachment, decoder: torch.nn.Module, named: dict[str, Any]) -> str | None:
-    """Why no layer of a forward may run sparse; None if nothing. named: its arguments.
+    """Reason for which no layer of a forward may run sparse, or None. named: its arguments.
 
     Reentrant gradient checkpointing runs the layers without gradients first, and once more with them: what a layer sees
     by itself says nothing then, what the decoder saw does.

@@ -1,4 +1,4 @@
-"""Which model this is, as a tuned file remembers it."""
+"""The model's identity, as a tuned file remembers it."""
 
 from __future__ import annotations
 

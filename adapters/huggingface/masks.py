@@ -75,7 +75,7 @@ class Order:
 
     @property
     def device(self) -> torch.device:
-        """Where the mask is needed."""
+        """The device that needs the mask."""
         return torch.device(self.asked.get("device", "cpu"))
 
     @property

@@ -31,7 +31,7 @@ class Reader:
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """The device that it computes on."""
         found: torch.device = self.model.device
         return found
 
@@ -45,7 +45,7 @@ class Reader:
         *,
         verify: bool = False,
     ) -> Iterator[tuple[int, ...]]:
-        """What `ModelReader.read` asks for: the model reads samples, and tells of each layer."""
+        """Implement `ModelReader.read`: the model reads samples, and tells of each layer."""
         for index, ids in enumerate(samples):
             first = verify and index == 0
             options: dict[str, Any] = {"strict": True, "gate": None, "tail": 0, "recall_every": 0, "verify": first}

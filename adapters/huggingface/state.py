@@ -1,5 +1,5 @@
-"""What an attached model's attention, mask and hooks share: the host's own attention, the attachment, and the forward
-that a call belongs to.
+"""State that an attached model's attention, mask and hooks share: the host's own attention, the attachment, and the
+forward that a call belongs to.
 
 The attention function sees neither the cache nor the request. A hook before the decoder opens a `Forward`, one after
 it (errors included) closes it; every thread and task has its own. What must outlive one forward, a prefill in chunks,
@@ -69,14 +69,13 @@ class Original:
 
 
 def weakly(module: torch.nn.Module) -> weakref.ref[Any]:
-    """What does not keep a module alive."""
+    """A reference that does not keep a module alive."""
     return weakref.ref(module)
 
 
 @frozen(eq=False)
 class Place:
-    """Where a module of a layer stood in the decoder, and what it was: its class, and whether it had a forward of its
-    own."""
+    """Place of a layer's module in the decoder, and its kind: its class, and whether it had a forward of its own."""
 
     path: str
     module: weakref.ref[torch.nn.Module]
@@ -276,7 +275,7 @@ class Attachment:
 
 @frozen(eq=False)
 class Progress:
-    """How far a cache's prefill has come: the next chunk starts at token `end`, with as many batch rows."""
+    """Progress of a cache's prefill: the next chunk starts at token `end`, with as many batch rows."""
 
     prefill: Prefill
     end: int

@@ -29,7 +29,7 @@ _coming: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()  # that are looked
 
 
 class User(Protocol):
-    """What needs a switch. active: it takes new forwards; if not, some that it took have not ended."""
+    """A user of a switch. active: it takes new forwards; if not, some that it took have not ended."""
 
     active: bool
 
@@ -66,7 +66,7 @@ def is_ours(name: str | None) -> bool:
 
 
 def named_before(name: str | None) -> str | None:
-    """What stood in a config before our name."""
+    """The name that stood in a config before ours."""
     if isinstance(name, Name):
         return name.before
     return next((original for (original, _), ours in _names.items() if ours == name), name)

@@ -1,4 +1,4 @@
-"""Which rows of a forward anybody reads: a model that makes logits of its last rows alone needs no others of its last
+"""Rows of a forward that anybody reads: a model that makes logits of its last rows alone needs no others of its last
 layer, since nothing behind that layer looks from row to row.
 
 Only a stock model of transformers says so reliably: by `logits_to_keep`, which `generate` sets. Whoever asks for hidden
@@ -66,7 +66,7 @@ class Reader:
         return cls(weakref.ref(model), weakref.ref(decoder), configurations(model), tuple(switches))
 
     def rows(self) -> int | None:
-        """How many last rows of the decoder's forward that begins now are read; None for all of them."""
+        """Number of last rows that are read of the decoder's forward that begins now; None for all of them."""
         given = self._given()
         keep = given.get("logits_to_keep")
         if not isinstance(keep, int) or isinstance(keep, bool) or keep <= 0 or given.get("labels") is not None:

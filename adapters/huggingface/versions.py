@@ -1,4 +1,4 @@
-"""Which versions of torch and transformers this was tried with; others are used all the same, and named in the log."""
+"""Versions of torch and transformers that this was tried with; others are used all the same, and named in the log."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 def untested(name: str, version: str) -> str | None:
-    """What to say about a version outside of those that were tried; None where there is nothing to say."""
+    """A remark on a version outside of those that were tried; None where there is nothing to say."""
     found, (first, last) = VERSION.match(version), TRIED[name]
     if found is not None and first <= (int(found[1]), int(found[2])) <= last:
         return None

@@ -181,7 +181,7 @@ def _refused(status: int, data: bytes, path: str) -> str:
 
 
 def _message(data: bytes) -> str:
-    """What an answer says is wrong."""
+    """The fault that an answer names."""
     text = data.decode(errors="replace").strip()
     try:
         found = json.loads(text)

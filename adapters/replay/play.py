@@ -31,7 +31,7 @@ class Asked:
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """Which request of the script it is."""
+        """The request's place in the script."""
         return self.session, self.turn, self.question
 
     @classmethod
@@ -43,7 +43,7 @@ class Asked:
 
 @frozen
 class Run:
-    """What a server made of a script. asked: its requests. hits: tokens found and looked up in its prefix cache while
+    """A server's answers to a script. asked: its requests. hits: tokens found and looked up in its prefix cache while
     it ran, by its own counters; None where it has none."""
 
     url: str
@@ -67,7 +67,7 @@ class Run:
 
     @property
     def warm(self) -> bool:
-        """Whether the prefix was in the server's cache before the run began, as far as the server says."""
+        """True where the prefix was in the server's cache before the run began, as far as the server says."""
         first = next((one.answer for one in self.asked if one.turn == 0), None)
         return (
             first is not None and bool(first.cached and first.prompt) and 2 * (first.cached or 0) > (first.prompt or 0)
@@ -141,7 +141,7 @@ def _ask(server: Server, text: str, tokens: int, place: tuple[int, int, int], qu
 
 @frozen
 class Share:
-    """How many of so many; `text` shows it."""
+    """A count out of a total; `text` shows it."""
 
     count: int = 0
     of: int = 0

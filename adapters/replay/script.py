@@ -58,7 +58,7 @@ class Question:
     answer: str
 
     def right(self, found: str) -> bool:
-        """Whether a server's text answers it: the passage, as far as both go, or the value as the first word."""
+        """True where a server's text answers it: the passage, as far as both go, or the value as the first word."""
         if self.kind == "copies":
             said, wanted = found.strip(), self.answer.strip()
             return bool(said) and (wanted.startswith(said) or said.startswith(wanted))
@@ -66,7 +66,7 @@ class Question:
         return bool(words) and words[0] == self.answer.strip()
 
     def clear(self, text: str) -> bool:
-        """Whether its cue stands in a text, and nothing but its answer behind it."""
+        """True where its cue stands in a text, and nothing but its answer behind it."""
         cue = self.text.strip()
         behind = [text.startswith(self.answer, one.end()) for one in re.finditer(re.escape(cue), text)]
         return bool(behind) and all(behind)
@@ -74,7 +74,8 @@ class Question:
 
 @frozen
 class Turn:
-    """What a session appends, and what it then asks; the first question and its right answer stay in the session."""
+    """A session's next text, and the questions behind it; the first question and its right answer stay in the
+    session."""
 
     text: str
     questions: tuple[Question, ...] = ()
@@ -179,7 +180,7 @@ def _session(
 
 
 def _questions(cutter: Pieces, prompt: Prompt, first: int, last: int) -> list[Question]:
-    """What can be asked about what stands between two pieces of a text."""
+    """Questions about the stretch between two pieces of a text."""
     spans = [(one, _start(cutter, prompt, one)) for one in (*prompt.copies, *prompt.inside)]
     return [
         Question(
@@ -193,7 +194,7 @@ def _questions(cutter: Pieces, prompt: Prompt, first: int, last: int) -> list[Qu
 
 
 def _start(cutter: Pieces, prompt: Prompt, span: Span) -> int:
-    """Where the cue of an answer begins: its first words, or its line."""
+    """Beginning of an answer's cue: its first words, or its line."""
     if span.family == "copies":
         return span.first - CUE
     at = span.first - 1

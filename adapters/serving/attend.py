@@ -74,7 +74,7 @@ def run(
 
 
 def _call(runtime: Runtime, layer: Layer, part: Part, rows: Tensor, read: Read) -> tuple[AttentionCall, bool] | None:
-    """What the session is asked for a part, and whether its keys are copies; None where the host shall compute it."""
+    """The session's call for a part, and True if its keys are copies; None where the host shall compute it."""
     if part.prefill is None or part.reason is not None:
         decline(runtime, layer, part, part.reason or "the request is unknown")
         return None
@@ -120,7 +120,7 @@ def _outcomes(
 
 
 def _rows_read(runtime: Runtime, layer: Layer, part: Part) -> int | None:
-    """How many of a part's last rows anybody reads in this layer; None for all."""
+    """Number of a part's last rows that anybody reads in this layer; None for all."""
     return 1 if layer.index == runtime.unread and part.row is not None and part.row.ends_alone else None
 
 

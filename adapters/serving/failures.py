@@ -1,4 +1,4 @@
-"""What went wrong with one call: whether the request may go on, and what to write down as the reason."""
+"""Failure of one call: the fate of its request, and the reason that is written down."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def dense_reason(
     step: int,
     bound: str,
 ) -> str | None:
-    """Why a layer will stay dense, or None. AttachError where a stage cannot be asked.
+    """Reason for which a layer will stay dense, or None. AttachError where a stage cannot be asked.
 
     keys: of the longest request. step: tokens of the longest chunk of a prompt; bound: the server's option for it.
     """
@@ -71,7 +71,7 @@ def dense_reason(
 def unsupported(
     route: Route, layer: Layer, heads: Heads, dtype: torch.dtype, device: torch.device, *, keys: int
 ) -> str | None:
-    """Why the method objects to this layer's longest call, of `keys` keys, or None: asked with a call of no data."""
+    """The method's objection to this layer's longest call, of `keys` keys, or None: asked with a call of no data."""
     zero = torch.zeros(1, dtype=dtype, device=device)
     q = zero.expand(1, heads.query, min(keys, 16), heads.size)
     k = zero.expand(1, heads.kv, keys, heads.size)

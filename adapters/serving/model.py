@@ -1,4 +1,4 @@
-"""Which model an engine serves, and which of its heads are here."""
+"""The model that an engine serves, and the heads that are here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..huggingface.identity import of_config
 
 @frozen
 class Model:
-    """What an engine serves.
+    """The model that an engine serves.
 
     identity: as a tuned file remembers it. local: the same with the heads that are in this process (tensor
     parallelism); first_head: index of the first of them. name: its class. attention: the host's own.

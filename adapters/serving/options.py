@@ -22,7 +22,7 @@ from .wishes import OFF, SWITCH, mistyped
 
 TABLE = SWITCH
 NO_GATE = 'set "gate": false'
-"""How a server's table asks for no gate, for messages."""
+"""The words of a server's table for no gate, for messages."""
 MIN_QUERY = 128
 """Query rows from which a chunk of a prompt is worth a mask: those of one tile."""
 
@@ -89,14 +89,14 @@ class Options(Settings):
         return self.source.build(registry)
 
     def unknown(self, asked: object) -> str | None:
-        """Why a request that asks for this is refused, or None."""
+        """Reason for which a request that asks for this is refused, or None."""
         known = (OFF, *self.profiles)
         if isinstance(asked, str) and asked in known:
             return None
         return f"{TABLE} is {printed(asked)}, which is not a profile of this engine{nearest(str(asked), known)}"
 
     def refusal(self, extra: Mapping[str, object]) -> str | None:
-        """Why a request with these extra arguments is refused, or None."""
+        """Reason for which a request with these extra arguments is refused, or None."""
         why = mistyped(extra)
         return self.unknown(extra[SWITCH]) if why is None and SWITCH in extra else why
 

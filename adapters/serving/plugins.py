@@ -8,7 +8,7 @@ from .wishes import SWITCH
 
 
 def left_out(variable: str, named: Collection[str] | None) -> str | None:
-    """Why a server does not load this library, and how it would, or None.
+    """Reason for which a server does not load this library, with the remedy, or None.
 
     variable: what names the plugins that are loaded. named: those of its value, as the server reads it; None where it
     loads all.

@@ -1,4 +1,4 @@
-"""Which prefill a row of a batch belongs to, by the id of its request.
+"""The prefill that a row of a batch belongs to, by the id of its request.
 
 A chunk goes on with its request's prefill where it starts at the token at which that prefill's last chunk ended.
 Anything else begins anew: a request that comes, whatever it finds in the prefix cache; one that was preempted and is

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 @define(eq=False)
 class Runtime:
-    """What the layers and metadata builders of one engine share in one process.
+    """State that the layers and metadata builders of one engine share in one process.
 
     session, tally: of the requests that ask for nothing, together `main`. profiles: what serves the others, by the name
     that they ask for. unread: index of the layer of which no rows are computed that nobody reads, if there is one.
@@ -63,7 +63,7 @@ class Runtime:
 
     @classmethod
     def made(cls, options: Options, model: Model, owner: Owner) -> Self:
-        """What the options ask for. owner: of the metrics.
+        """Make what the options ask for. owner: of the metrics.
 
         Raises what wrong options raise; ParameterError where a layer is asked for that the model has not.
         """
@@ -115,7 +115,7 @@ class Runtime:
         return self._step[1]
 
     def serving(self, row: Row) -> Served:
-        """What runs a row sparse."""
+        """The service that runs a row sparse."""
         return self.profiles.get(row.asked, self.main) if isinstance(row.asked, str) else self.main
 
     def settle(self) -> None:
@@ -164,7 +164,8 @@ class Runtime:
         return None
 
     def _dense(self, asked: object) -> tuple[str, str] | None:
-        """Why a request stays dense that asks for this, and what the log says of the first; None where it does not."""
+        """Reason for which a request that asks for this stays dense, and the log's words on the first; None where it
+        does not."""
         if asked is None or (isinstance(asked, str) and asked in self.profiles):
             return None
         if isinstance(asked, Unknown):

@@ -1,4 +1,4 @@
-"""What a server's log says: the library's messages, and every so often what prefill did since the line before."""
+"""A server's log: the library's messages, and every so often what prefill did since the line before."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Kind:
 
 @define(eq=False)
 class Summary:
-    """What prefill did since `line` was last called. Threads may share it. clock: seconds.
+    """Account of prefill since `line` was last called. Threads may share it. clock: seconds.
 
     A density is told with the calls that it was measured on: chunks are counted when they are over, and figures come
     from the device earlier or later, so those of a kind that no line has told yet wait for it.

@@ -183,7 +183,7 @@ class Tally:
 
 @frozen(eq=False)
 class Served:
-    """What serves a request: a method's session, which runs the calls of layers, and the counts of what it does."""
+    """Service of a request: a method's session, which runs the calls of layers, and the counts of what it does."""
 
     session: Session
     tally: Tally

@@ -49,7 +49,7 @@ class LocalRegistry(Registry):
     def build(
         self, /, name: str | None = None, *, profile: str | Path | Profile | None = None, **parameters: Any
     ) -> Any:
-        """What `Registry.build` makes, for this share of the heads."""
+        """Do as `Registry.build` does, for this share of the heads."""
         if profile is None:
             return self.get(name).pipeline(**parameters)
         if name is not None:

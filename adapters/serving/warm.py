@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 @frozen(kw_only=True)
 class Sizes:
-    """What the calls of one kind of layer look like.
+    """Sizes of the calls of one kind of layer.
 
     query_heads, kv_heads, head_dim, page: of a layer and its cache. stored: type of the cache's numbers. dtype: of the
     model. outside: whether a page holds one head's tokens together. step: tokens of the longest chunk. longest: of the

@@ -14,9 +14,9 @@ from sparseprefill.errors import printed
 SWITCH = "sparseprefill"
 """The argument by which a request asks for a profile."""
 OFF = "off"
-"""What a request asks for that wants the server's own attention."""
+"""The wish of a request for the server's own attention."""
 ALIKE = 0.8
-"""How much of `SWITCH` another argument's name may share before it is taken for a mistyped one."""
+"""Part of `SWITCH` that another argument's name may share before it is taken for a mistyped one."""
 MISTYPED = f"the request has an argument that looks like {SWITCH} and is another"
 EMPTY = f"the request asks for nothing by name ({SWITCH}: null)"
 
@@ -33,7 +33,7 @@ class Unknown:
 
 
 def wish(extra: Mapping[str, object] | None) -> object:
-    """What a request's extra arguments ask for: None for nothing, Unknown where it cannot be made out."""
+    """The wish in a request's extra arguments: None for nothing, Unknown where it cannot be made out."""
     if not extra:
         return None
     why = mistyped(extra)
@@ -43,7 +43,7 @@ def wish(extra: Mapping[str, object] | None) -> object:
 
 
 def mistyped(extra: Iterable[str], what: str = "argument of a request") -> str | None:
-    """Why names are refused one of which looks like `SWITCH` and is another, or None. what: they are names of."""
+    """Reason for refusing names one of which looks like `SWITCH` and is another, or None. what: they are names of."""
     found = next((key for key in extra if key != SWITCH and _resembles(str(key))), None)
     return None if found is None else f"{printed(found)} is no {what}; did you mean {SWITCH!r}?"
 
@@ -55,7 +55,7 @@ def _resembles(key: str) -> bool:
 
 
 def salt(extra: Mapping[str, object], own: str | None) -> str | None:
-    """What keeps a request's keys apart in a prefix cache: its own salt, and what it asks for; so that no other
+    """Salt that keeps a request's keys apart in a prefix cache: its own salt, and what it asks for; so that no other
     request can have the same."""
     if SWITCH in extra or mistyped(extra) is not None:
         return f"{SWITCH}={extra.get(SWITCH)!r};{own or ''}"

@@ -80,7 +80,7 @@ class Kinds:
 
 
 def kind_of(text: str) -> tuple[str, ...]:
-    """What texts of one kind have in common: what stands between their numbers."""
+    """The common part of texts of one kind: the words between their numbers."""
     return _cut(text)[0]
 
 

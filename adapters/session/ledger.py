@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 @frozen(eq=False)
 class Uncounted:
-    """What tells how many pairs a result computed: its lists, or, where it ran in parts, the count on the device.
+    """Source of the number of pairs that a result computed: its lists, or, where it ran in parts, the count on the
+    device.
 
     skipped: of these pairs those that were left out by their logits; None where none could be.
     """

@@ -83,7 +83,7 @@ def _lengths(route: Route, min_query: int, trained: int | None) -> list[int]:
 
 
 def _objection(route: Route, like: AttentionCall, lengths: Iterable[int]) -> str:
-    """What the stages object to at every length; empty where they take one."""
+    """The stages' objection to every length; empty where they take one."""
     reasons: dict[str, None] = {}
     for keys in lengths:
         call = _call(like, keys)
@@ -101,7 +101,7 @@ def _objection(route: Route, like: AttentionCall, lengths: Iterable[int]) -> str
 
 
 def _too_small(route: Route, layers: Iterable[AttentionCall], lengths: list[int]) -> str:
-    """What the gate says where it lets no length pass; empty where it lets one."""
+    """The gate's reason for letting no length pass; empty where it lets one."""
     seen, said = set(), ""
     for like in layers:
         sizes = (like.q.shape[1], like.kv_heads, like.q.shape[3], like.q.dtype, like.q.device)

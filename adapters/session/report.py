@@ -178,8 +178,8 @@ class Report:
 
     @property
     def idle(self) -> str:
-        """Why the method was never asked, where the gate found every call too small, and what to do about that; empty
-        where something ran sparse, or the gate had no part in it."""
+        """Reason for which the method was never asked, where the gate found every call too small, and what to do about
+        that; empty where something ran sparse, or the gate had no part in it."""
         if not self.gated or any(layer.sparse_calls for layer in self.layers):
             return ""
         calls, why = sum(self.gated.values()), with_remedy("; ".join(self.gated), self.off)
@@ -212,7 +212,7 @@ class Report:
         return {one: (n, count) for one, count in self.fallbacks.items() if (n := layers[kind_of(one)]) > 1}
 
     def _recall_lines(self) -> list[str]:
-        """What was measured; nothing where nothing was."""
+        """The measured recall; no line where none was measured."""
         mean, found, first, lowest = self.recall, self.least_recall, self.row_p1, self.row_lowest
         if mean is None or found is None or first is None or lowest is None:
             return []

@@ -33,7 +33,7 @@ from .watch import Hear, RecallWatch
 T = TypeVar("T")
 Observe = Callable[[AttentionCall, Result], None]
 KEPT_BYTES = 64 << 20
-"""What masks may take that wait for a report to count them, a round guess; beyond, the device counts at once."""
+"""Memory of masks that wait for a report to count them, a round guess; beyond, the device counts at once."""
 WHOLE = (
     "calls below break-even, and calls that the profile leaves dense, ran with every key in the pipeline's executor, "
     "not in the host"
@@ -71,7 +71,7 @@ class Prefill:
 
 
 Outcome = Result | Fallback | Exception
-"""What becomes of one call of several; an exception is what `Session.run` would have raised."""
+"""Result of one call of several; an exception is what `Session.run` would have raised."""
 
 
 @frozen(eq=False)
@@ -146,7 +146,7 @@ class Session:
 
     @uncast
     def run_many(self, calls: Sequence[tuple[AttentionCall, Prefill, int | None]]) -> list[Outcome]:
-        """What `run` gives for each call, of different requests, with one launch for several where the executor can.
+        """Do as `run` does for calls of different requests, with one launch for several where the executor can.
 
         In the place of a call that fails is what `run` would have raised: the others have their results all the same.
         """
@@ -422,7 +422,7 @@ class Session:
         return Fallback(reason, **why)
 
     def _count_kernels(self, result: Result, executor: object) -> None:
-        """Which kernels served; of an executor that does not tell, its name."""
+        """Count the kernels that served; of an executor that does not tell, its name."""
         self._kernels.update(result.kernels or (type(executor).__name__,))
         if len(self._kernels) > MOST:
             self._kernels = Counter[Kernel | str](self._kernel_kinds())
@@ -446,7 +446,7 @@ def sizes(call: AttentionCall) -> tuple[int, int, int]:
 
 
 def _tried(run: Callable[[], T]) -> T | Exception:
-    """What a function gives, or raises."""
+    """Result of a function, or the exception that it raises."""
     try:
         return run()
     except Exception as error:

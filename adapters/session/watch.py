@@ -130,7 +130,7 @@ class _Coming:
 
 @define(eq=False)
 class _Kept:
-    """What rows of one call, or of all measured calls of a layer, kept; on the host.
+    """Mass kept by rows of one call, or of all measured calls of a layer; on the host.
 
     sums: float64 ``[2, Hq + 1]``, of the rows that are spread over a call and of the last ones, each head's sum and how
     many rows. row_lowest: of all of them. below: int64 ``[STEPS + 1]``, of the first kind over all heads, how many keep
@@ -157,7 +157,7 @@ class _Kept:
         return CallRecall(layer, self.first_head, spread, last, self.density, _percentile(self.below), self.row_lowest)
 
     def report(self) -> LayerRecall:
-        """What all calls together kept."""
+        """Mass kept by all calls together."""
         found = self.means(0)
         (least, head), mean = found.least, sum(found.spread) / len(found.spread)
         rows = {"row_p1": found.row_p1, "row_lowest": found.row_lowest}
@@ -218,7 +218,7 @@ class RecallWatch:
                 self._take(self.coming.popleft())
 
     def report(self) -> dict[int, LayerRecall]:
-        """What every measured layer kept (waits for what is on its way: host sync)."""
+        """Mass kept by every measured layer (waits for what is on its way: host sync)."""
         with self._lock:
             self.read(wait=True)
             return {layer: found.report() for layer, found in self._layers.items()}

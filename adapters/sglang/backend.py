@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 @define(eq=False)
 class State:
-    """What a backend has beside its host's own.
+    """A backend's state beside its host's own.
 
     another: makes the host's backend again, for the requests beside those that run sparse; it is made when the first
     of them come. step: of the batch that is being computed.
@@ -49,7 +49,7 @@ class State:
     layers: dict[int, Layer] = field(factory=dict, init=False)
 
     def layer(self, layer: Any, extra: dict[str, Any]) -> Layer:
-        """What a layer asks of a call with these further arguments."""
+        """A layer's wish for a call with these further arguments."""
         found, sinks = self.layers.get(layer.layer_id), extra.get("sinks")
         if found is None or found.sinks is not sinks:
             found = layer_of(layer, self.runner.token_to_kv_pool)
@@ -72,7 +72,7 @@ def prefilling(host: Any) -> Any:
         use_captured_forward_metadata_for_breakable_cuda_graph = False
 
         def init_forward_metadata(self, forward_batch: Any) -> None:
-            """What SGLang asks once a step, ahead of its layers."""
+            """Answer SGLang once a step, ahead of its layers."""
             super().init_forward_metadata(forward_batch)
             state = self.sparse
             pool = state.runner.req_to_token_pool.req_to_token
@@ -83,12 +83,12 @@ def prefilling(host: Any) -> Any:
                 state.rest.init_forward_metadata(state.step.rest.batch)
 
         def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-            """What SGLang asks alone for what a graph records or replays, which is the host's."""
+            """Prepare a graph's part of a step, which is the host's."""
             self.sparse.step = None
             super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
 
         def shared_read_ends(self, fm: Any) -> Any:
-            """When SGLang's scheduler may write where a step reads."""
+            """Event after which SGLang's scheduler may write where a step reads."""
             from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
 
             return SharedReadEnds.UNKNOWN if fm.is_extend() else super().shared_read_ends(fm)
@@ -185,7 +185,7 @@ def _write(runner: Any, layer: Any, batch: Any, k: Tensor, v: Tensor) -> None:
 
 
 def _reader(state: State, layer: Any, step: Step, q: Tensor) -> Callable[[Part], Pages]:
-    """What tells where the keys of a part's request stand."""
+    """The function that tells where the keys of a part's request stand."""
     pool, page = state.runner.token_to_kv_pool, int(state.runner.page_size)
     k, v = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
     scales = (scale_of(layer, "k_scale", k.device), scale_of(layer, "v_scale", k.device))

@@ -1,4 +1,4 @@
-"""Where the adapter goes into SGLang, by its official hooks; and whether SGLang has put each of them into its place.
+"""The adapter's places in SGLang, by its official hooks, and a check that SGLang has put each of them there.
 
 SGLang applies hooks behind all plugins, and logs one that it cannot apply: the server starts without it.
 """

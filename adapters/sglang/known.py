@@ -15,7 +15,7 @@ from .options import given
 
 UNSEEN = "SGLang does not say what the request asks for"
 FIELD = "custom_params"
-"""Where a request's own arguments stand, among its sampling parameters."""
+"""Place of a request's own arguments, among its sampling parameters."""
 
 
 class Listener(Protocol):
@@ -70,7 +70,7 @@ def prompt(request: Any) -> int | None:
 
 
 def asked(request: Any) -> object:
-    """What a request asks for: None for nothing, Unknown where nobody tells."""
+    """A request's wish: None for nothing, Unknown where nobody tells."""
     return Unknown(UNSEEN) if request is None else wish(_arguments(request))
 
 

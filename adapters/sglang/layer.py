@@ -1,4 +1,4 @@
-"""What SGLang says of one attention layer, a RadixAttention."""
+"""One attention layer in SGLang's words, a RadixAttention."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def heads_of(layer: Any, first: int) -> Heads:
 
 
 def objection(extra: Mapping[str, object]) -> str | None:
-    """Why a call with these further arguments runs dense, or None."""
+    """Reason for which a call with these further arguments runs dense, or None."""
     given = {name for name, value in extra.items() if value is not None and value is not False}
     said = sorted(given.difference(KNOWN))
     return f"the layer is called with {', '.join(said)}, which the methods do not know" if said else None

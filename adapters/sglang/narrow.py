@@ -37,7 +37,7 @@ class Rows:
         return cls(tuple(ranges), tuple((starts[a], starts[b]) for a, b in ranges))
 
     def take_tokens(self, x: Any) -> Any:
-        """What a tensor with one entry a token holds of them: a view where they are neighbours."""
+        """Entries of a tensor with one entry a token: a view where they are neighbours."""
         return _cut(x, self.tokens)
 
     def put_tokens(self, x: Tensor, into: Tensor) -> None:
@@ -49,7 +49,7 @@ class Rows:
 
 
 def objection(batch: Any) -> str | None:
-    """Why requests of a batch cannot be computed by themselves, or None."""
+    """Reason for which requests of a batch cannot be computed by themselves, or None."""
     said = [name for name in UNCUT if getattr(batch, name, None) is not None]
     return f"the batch has {', '.join(said)}" if said else None
 

@@ -31,7 +31,7 @@ class Rest:
 
 @define(eq=False)
 class Step:
-    """What runs sparse in a step.
+    """The sparse part of a step.
 
     parts: one a request. tables: the pages of each part's request, by its place in the batch. rest: the others, if
     there are any. tokens: of the whole batch. complete: ids of the prefills that end with the step.
@@ -45,7 +45,7 @@ class Step:
 
 
 def plan(runtime: Runtime, batch: Any, slots: Tensor, page: int) -> Step | None:
-    """What runs sparse of a batch; None where SGLang's own attention computes all of it.
+    """The sparse part of a batch; None where SGLang's own attention computes all of it.
 
     slots: int32 ``[requests, context]``, SGLang's ``req_to_token``. page: slots of a page.
     """

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 def excluded() -> str | None:
-    """Why an SGLang in this environment does not load the adapter, and how it would, or None."""
+    """Reason for which an SGLang in this environment does not load the adapter, with the remedy, or None."""
     names = [one.strip() for one in os.environ.get(VARIABLE, "").split(",") if one.strip()]
     return left_out(VARIABLE, names or None)
 
@@ -53,7 +53,7 @@ def register() -> None:
 
 
 def _register() -> str | None:
-    """Why SGLang does not have the backend after all, or None."""
+    """Reason for which SGLang does not have the backend after all, or None."""
     from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES, add_attention_backend_choices
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType

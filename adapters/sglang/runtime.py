@@ -62,7 +62,7 @@ def answer(result: Any, *args: object, **kwargs: object) -> None:
 
 
 def make_runtime(runner: Any, options: Options, host: str) -> Runtime:
-    """What a ModelRunner's layers share. host: name of SGLang's attention for the rest.
+    """State that a ModelRunner's layers share. host: name of SGLang's attention for the rest.
 
     Raises what wrong options raise, and AttachError for a model that nothing here can serve.
     """

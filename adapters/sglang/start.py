@@ -1,4 +1,4 @@
-"""What stands in the way of a server: known before its weights are loaded, and asked again when the backend is made."""
+"""Obstacles of a server: known before its weights are loaded, and asked again when the backend is made."""
 
 # SGLang is not there where types are checked.
 # pyright: reportMissingImports=false

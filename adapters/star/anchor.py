@@ -14,7 +14,7 @@ from .ranks import Ranks
 
 @frozen
 class Keys:
-    """What a layer's keys and values look like: KV heads, head dimensions, type and place."""
+    """Sizes of a layer's keys and values: KV heads, head dimensions, type and place."""
 
     heads: int
     width: int

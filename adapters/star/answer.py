@@ -59,7 +59,7 @@ class Answer:
 
 
 class CountingLayer(CacheLayerMixin):
-    """What transformers knows of a layer: how many tokens all ranks hold together, and no keys but the new ones."""
+    """A layer as transformers knows it: how many tokens all ranks hold together, and no keys but the new ones."""
 
     is_sliding = False
 

@@ -212,14 +212,14 @@ def _inner(given: str | Mapping[str, Any] | Pipeline | Route | None, decoder: An
 
 
 def attention_of(pipeline: Pipeline | Route | None) -> Inner:
-    """What runs inside a block: a method, or for None torch's own dense attention; on this rank alone."""
+    """The attention inside a block: a method, or for None torch's own dense attention; on this rank alone."""
     if pipeline is None:
         return lambda call, memory: dense(call, AutoExecutor()).out
     return lambda call, memory: pipeline.run(call, memory).out
 
 
 def _facts(decoder: Any) -> dict[str, Any]:
-    """What tells two models apart, in a moment: sizes, type, and a few weights of every part."""
+    """Facts that tell two models apart, in a moment: sizes, type, and a few weights of every part."""
     known = identity(decoder)
     seen = [_local(x).flatten()[:16].double().sum().item() for _, x in sorted(decoder.named_parameters())]
     weights = f"{sum((place + 1) * x for place, x in enumerate(seen)):.9g}"

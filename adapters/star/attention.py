@@ -24,7 +24,7 @@ _numbers = itertools.count()
 
 
 class Phase(Protocol):
-    """What is being computed: a block of the context, or rows of a question and its answer."""
+    """The present work: a block of the context, or rows of a question and its answer."""
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Output ``[B, Hq, Nq, Dv]`` of a call over the new tokens alone: their queries, keys and values."""

@@ -18,7 +18,8 @@ NAMED = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
 
 
 def fingerprint(path: str, value: Any, above: tuple[int, ...] = ()) -> dict[str, Any]:
-    """What JSON can hold of a value, by paths from its own on: no address, no device's number, no order of a set.
+    """The part of a value that JSON can hold, by paths from its own on: no address, no device's number, no order of a
+    set.
 
     An object is its class and its attributes, a function its module and name, a tensor its shape, type and hash.
     above: the values that this one is part of, by `id`.

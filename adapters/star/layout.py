@@ -1,4 +1,4 @@
-"""Which rank holds which blocks of a context. Sizes as the method `star-attention` has them on one device."""
+"""Blocks of a context by rank. Sizes as the method `star-attention` has them on one device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `generate` may be asked for when every rank has to take the same steps, and how they keep in step."""
+"""Options of `generate` where every rank has to take the same steps, and the way in which ranks keep in step."""
 
 from __future__ import annotations
 

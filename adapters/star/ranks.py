@@ -215,7 +215,7 @@ class Ranks:
         raise RankError(self.tell(f"lost rank {who}: rank {self.rank} {why}")) from cause
 
     def _behind(self) -> str:
-        """Who holds up the others where all ranks answer: those that have begun the fewest collectives."""
+        """Ranks that hold up the others where all answer: those that have begun the fewest collectives."""
         try:
             counts = [int(self.store.get(f"here/{rank}")) for rank in range(self.size)]
         except RuntimeError:

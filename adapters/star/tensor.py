@@ -25,7 +25,7 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "rowwise": RowwiseParallel,
     "rowwise_rep": RowwiseParallel,
 }
-"""What PyTorch calls transformers' styles of dense layers."""
+"""PyTorch's names for transformers' styles of dense layers."""
 
 
 def shard(model: Any, mesh: Any) -> None:

@@ -33,12 +33,12 @@ DECODER, ENCODER, CROSS = "decoder", "encoder_only", "encoder_decoder"
 ENCODERS = ("siglip_text_model", "siglip2_text_model", "openai_privacy_filter")
 """Types of models that vLLM runs as encoders, beside those that transformers trains on masked words."""
 GENERATE = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "ChatModel")
-"""How classes of models are called that vLLM does not run as pooling models."""
+"""Names of classes of models that vLLM does not run as pooling models."""
 
 
 @frozen(kw_only=True)
 class Expected:
-    """What requests that ask for a profile would get; profile: empty for those that ask for none.
+    """Treatment of requests that ask for a profile; profile: empty for those that ask for none.
 
     method: the pipeline's name. sparse: layers that can run it. dense: how many others have keys, by reason.
     """
@@ -59,7 +59,7 @@ class Checked:
 
 
 def check(additional: object, whole: Any, folder: str) -> Checked:
-    """What an engine would make of vLLM's ``additional_config``.
+    """Predict what an engine makes of vLLM's ``additional_config``.
 
     whole: transformers' configuration of the model, which is in this folder.
     Raises what the engine would: ParameterError, UnknownMethodError or AttachError, which name the key at fault; the
@@ -175,7 +175,7 @@ def _alibi(text: Any) -> bool:
 
 
 def _reason(runtime: Runtime, route: Route, text: Any, index: int, impl: Any) -> str | None:
-    """Why a layer would stay dense, or None; stages are asked about this machine's device."""
+    """Reason for which a layer would stay dense, or None; stages are asked about this machine's device."""
     latent = bool(getattr(text, "kv_lora_rank", None))
     if latent and getattr(text, "index_topk", None):
         return INDEXED

@@ -12,7 +12,7 @@ ROUTE = "/sparseprefill/report"
 
 
 class ReportEndpoint:
-    """What vLLM makes of the entry point in the group ``vllm.endpoint_plugins``: its `EndpointPlugin`."""
+    """The object behind the entry point in the group ``vllm.endpoint_plugins``: its `EndpointPlugin`."""
 
     name = "sparseprefill"
     required_tasks: tuple[str, ...] | None = None

@@ -1,4 +1,4 @@
-"""What a metadata builder knows at start about the layers it serves."""
+"""A metadata builder's knowledge, at start, of the layers it serves."""
 
 # vLLM is not there where types are checked.
 # pyright: reportMissingImports=false
@@ -92,7 +92,7 @@ def _leave_drafts(runtime: Runtime, modules: Sequence[Any]) -> None:
 
 
 def _keyless(config: Any) -> Counter[str]:
-    """How many layers keep a state in place of keys, by kind as vLLM calls it, such as gdn_attention."""
+    """Count the layers that keep a state in place of keys, by kind as vLLM calls it, such as gdn_attention."""
     try:
         from vllm.model_executor.layers.mamba.abstract import MambaBase
     except ImportError:  # a vLLM that keeps its base class elsewhere: such layers are not counted, and stay vLLM's own
@@ -102,7 +102,7 @@ def _keyless(config: Any) -> Counter[str]:
 
 
 def _reason(runtime: Runtime, builder: Any, name: str, module: Any) -> str | None:
-    """Why a layer will stay dense, or None. AttachError where a stage cannot be asked."""
+    """Reason for which a layer will stay dense, or None. AttachError where a stage cannot be asked."""
     config, route = builder.vllm_config, runtime.session.route
     layer, heads = layer_of(name, module.impl), heads_of(module.impl, runtime.model.first_head)
     return dense_reason(

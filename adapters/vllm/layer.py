@@ -1,4 +1,4 @@
-"""What vLLM says of one attention layer."""
+"""One attention layer in vLLM's words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which request a row of a batch is. vLLM's metadata do not say; its model runner, which makes them, knows.
+"""The request of a batch's row. vLLM's metadata do not say; its model runner, which makes them, knows.
 
 vLLM hands a metadata builder no reference to the runner, but the runner (or a part of it) is what makes the builder, so
 it stands among the callers then. Asked at each step is what it keeps of its requests, by their ids:
@@ -42,15 +42,15 @@ SILENT = "vLLM does not say what the request asks for"
 
 @frozen
 class Asked:
-    """What a request asks for: under ``sparseprefill`` in its extra arguments (None for nothing, Unknown where nobody
-    tells), and whether for the log probabilities of its prompt, or for anything else of all its tokens."""
+    """A request's wish: under ``sparseprefill`` in its extra arguments (None for nothing, Unknown where nobody tells),
+    and whether for the log probabilities of its prompt, or for anything else of all its tokens."""
 
     wish: object
     every_row: bool = True
 
     @classmethod
     def of(cls, request: object) -> Asked:
-        """What vLLM's record of a request asks for. One of a pooling model has no sampling parameters."""
+        """The wish in vLLM's record of a request. One of a pooling model has no sampling parameters."""
         try:
             params: Any = request.sampling_params  # type: ignore[attr-defined]
             if params is None:
@@ -62,7 +62,7 @@ class Asked:
 
 @define(eq=False)
 class Sight:
-    """What runner V2 tells its model's state: the requests that come, and the rows of a batch.
+    """Runner V2's messages to its model's state: the requests that come, and the rows of a batch.
 
     wishes: what the request in a slot asks for, with its id. rows: ids of the rows whose metadata are being made; None
     while none are.
@@ -99,7 +99,7 @@ class Sight:
         return sight
 
     def asked(self, slot: int | None, name: str) -> Asked:
-        """What the request of this id asks for. slot: where it stands."""
+        """The wish of the request with this id. slot: where it stands."""
         whose, found = self.wishes.get(-1 if slot is None else slot, (None, Asked(None)))
         return found if whose == name else Asked(Unknown(SILENT))
 
@@ -129,7 +129,7 @@ class Names:
         return cls(_nobody)
 
     def objection(self) -> str | None:
-        """Why nobody will know what requests ask for, or None."""
+        """Reason for which nobody will know what requests ask for, or None."""
         runner = self._runner()
         if runner is None:
             return UNKNOWN
@@ -168,8 +168,8 @@ class Names:
         return None if found is None or int(found) < 1 else int(found)
 
     def asked(self, name: str | None) -> object:
-        """What a request asks for under ``sparseprefill`` in its extra arguments: None for nothing, Unknown where
-        nobody tells."""
+        """The wish of a request under ``sparseprefill`` in its extra arguments: None for nothing, Unknown where nobody
+        tells."""
         return self._asked(name).wish
 
     def ends_alone(self, name: str | None) -> bool:

@@ -93,9 +93,9 @@ def check_grain(chunk: int | None, route: Route, at: str) -> None:
 
 
 def chunk_end(start: int, end: int, prompt: int, chunk: int) -> int:
-    """Where the chunk of a prompt that begins at token `start` may end, if the step has room up to `end`: at the next
-    multiple of `chunk`, or with the prompt. `start` itself where there is too little room: then it waits for a step
-    that has it. Behind the prompt there are no bounds."""
+    """End of the chunk of a prompt that begins at token `start`, if the step has room up to `end`: at the next multiple
+    of `chunk`, or with the prompt. `start` itself where there is too little room: then it waits for a step that has it.
+    Behind the prompt there are no bounds."""
     if start >= prompt:
         return end
     bound = min((start // chunk + 1) * chunk, prompt)

@@ -1,4 +1,4 @@
-"""How vLLM's CPU kernels pack a block of the KV cache: learnt from what they write, whatever the instruction set.
+"""Packing of a block of the KV cache by vLLM's CPU kernels: learnt from what they write, whatever the instruction set.
 
 A block of one head holds as many numbers as its tokens' keys (or values) have, in an order that depends on dtype, head
 size, block size and instruction set. The order is found by writing digits of each number's index, in a few tiny blocks.

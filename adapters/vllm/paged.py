@@ -1,4 +1,4 @@
-"""What the CUDA backends share, whatever vLLM's own attention they stand on.
+"""Shared parts of the CUDA backends, whatever vLLM's own attention they stand on.
 
 Keys and values of a request's context stay in their pages, which the attention kernels read through the block table;
 stages that need the keys as one tensor have them copied then (see `Pages`).
@@ -27,7 +27,7 @@ else:
 
 
 class PagedBackend(Host):
-    """What ``--attention-backend CUSTOM`` selects: mixed into the host's class, ahead of it."""
+    """The backend that ``--attention-backend CUSTOM`` selects: mixed into the host's class, ahead of it."""
 
     @staticmethod
     def get_name() -> str:
@@ -59,7 +59,7 @@ class PagedImpl(SparseImpl):
         return False
 
     def read(self, layer: Any, cache: Tensor, table: Tensor, length: int, dtype: torch.dtype) -> Pages:
-        """Where a request's keys and values stand."""
+        """Pages of a request's keys and values."""
         fp8 = self.fp8_dtype if self.kv_cache_dtype.startswith("fp8") else None
         scales = (layer._k_scale, layer._v_scale)
         copies = self.runtime is None or self.runtime.options.copies

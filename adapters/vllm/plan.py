@@ -83,7 +83,7 @@ def _stock(stock: Callable[[Any], Any], common: Any, *where: Any) -> Any:
 
 
 def _reason(common: Any, i: int) -> str | None:
-    """Why a request stays dense whatever the layer, or None."""
+    """Reason for which a request stays dense whatever the layer, or None."""
     if (getattr(common, "mm_req_doc_ranges", None) or {}).get(i):
         return "parts of the prompt attend in both directions (multimodal prefix)"
     if getattr(common, "rswa_prefix_lens", None) is not None:

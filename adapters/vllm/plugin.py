@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 def excluded() -> str | None:
-    """Why a vLLM in this environment does not load the adapter, and how it would, or None."""
+    """Reason for which a vLLM in this environment does not load the adapter, with the remedy, or None."""
     given = os.environ.get(VARIABLE)
     return left_out(VARIABLE, None if given is None else given.split(","))
 
@@ -85,7 +85,7 @@ def _register_prefill() -> None:
 
 
 def _missing() -> str | None:
-    """What this vLLM lacks of what the backend is built on, or None."""
+    """Part of what the backend is built on that this vLLM lacks, or None."""
     from vllm.platforms import current_platform
 
     module = (CPU_BACKEND if current_platform.is_cpu() else CUDA_BACKEND).rpartition(".")[0]
@@ -119,7 +119,8 @@ def watch_requests() -> list[str]:
 
 
 def objection(version: str) -> str | None:
-    """Why this version of vLLM is not supported, or None. ``vllm.__version__``: distributions go by many names."""
+    """Reason for which this version of vLLM is not supported, or None. ``vllm.__version__``: distributions go by many
+    names."""
     found = VERSION.match(version)
     if found is None:
         return f"its version is {version!r}, which says nothing about its interfaces"
@@ -129,7 +130,7 @@ def objection(version: str) -> str | None:
 
 
 def untested(version: str) -> str | None:
-    """What to say about a version that is newer than those that were tried, or None."""
+    """A remark on a version that is newer than those that were tried, or None."""
     found = VERSION.match(version)
     if found is None or _parts(found) <= NEWEST:
         return None

@@ -25,7 +25,7 @@ from .runtime import selected
 
 log = logging.getLogger(__name__)
 HOOK = "_reserve_prefill_lookahead"
-"""What vLLM's schedulers call with every chunk before they take it."""
+"""The function that vLLM's schedulers call with every chunk before they take it."""
 CACHED = (
     "chunks are fixed, but what a request finds in the prefix cache depends on those before it: "
     "--no-enable-prefix-caching makes answers independent of them"
@@ -70,11 +70,11 @@ class FixedChunks(Host):
 
 
 class FixedScheduler(FixedChunks, Scheduler):
-    """Where the engine waits for each step."""
+    """Scheduler of an engine that waits for each step."""
 
 
 class FixedAsyncScheduler(FixedChunks, AsyncScheduler):
-    """Where the engine schedules a step while the last one runs."""
+    """Scheduler of an engine that schedules a step while the last one runs."""
 
 
 def fixed_chunks(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What the backends of all platforms share: mixed into vLLM's own classes, ahead of them."""
+"""Shared parts of the backends of all platforms: mixed into vLLM's own classes, ahead of them."""
 
 # vLLM is not there where types are checked.
 # pyright: reportMissingImports=false
@@ -56,7 +56,7 @@ class SparseImpl(Host):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """What vLLM's AttentionImpl does, in parts. This step's keys and values are in the cache when it is called."""
+        """Do vLLM's AttentionImpl's work, in parts. This step's keys and values are in the cache when it is called."""
         parts = getattr(attn_metadata, "parts", None)
         runtime = self.runtime
         if parts is not None and runtime is not None:
@@ -70,7 +70,7 @@ class SparseImpl(Host):
         return output
 
     def _hands(self, layer: Any, cache: Tensor, metadata: Any, dtype: torch.dtype) -> tuple[Read, Stock]:
-        """What reads the keys of a part, and what computes it as the host does."""
+        """The reader of a part's keys, and the host's own way to compute it."""
 
         def read(part: Part) -> tuple[Tensor, Tensor] | Pages:
             length = 0 if part.row is None else part.row.end

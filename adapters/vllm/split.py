@@ -78,7 +78,7 @@ def check_fields(kind: Any) -> None:
 
 
 def objection(common: Any) -> str | None:
-    """Why a batch cannot be cut, or None: a field that nobody here knows says something."""
+    """Reason for which a batch cannot be cut, or None: a field that nobody here knows says something."""
     kind: Any = type(common)
     said = [name for name, default in _unknown(kind) if _says(getattr(common, name), default)]
     return UNCUT.format(fields=", ".join(said)) if said else None

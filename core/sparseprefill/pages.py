@@ -183,7 +183,7 @@ def _at(x: Tensor, table: Tensor, index: Tensor, scale: Tensor | None, dtype: to
 
 
 def odd_layout(x: Tensor) -> str:
-    """What a tensor is whose numbers do not stand at strides: nested, or sparse; empty for a plain one."""
+    """Name of a layout whose numbers do not stand at strides: nested, or sparse; empty for a plain one."""
     return "a nested tensor" if x.is_nested else "" if x.layout == torch.strided else f"of layout {x.layout}"
 
 

@@ -212,7 +212,8 @@ class Pipeline(Runner):
 
     @property
     def head_scope(self) -> HeadScope | None:
-        """What the stages look at when they decide for a head: "head", "group" (of a KV head), or None, all heads."""
+        """Heads that the stages look at when they decide for one: "head", "group" (of a KV head), or None, all
+        heads."""
         return widest_scope(stage.head_scope for stage in self._deciding)
 
     @property

@@ -190,7 +190,7 @@ class Route(Runner):
         return Pipeline(_NoSetting(), name=self.name) if found is None else found
 
     def _objection(self, call: AttentionCall) -> str | None:
-        """Why the profile cannot serve this call, whatever the chosen pipeline says."""
+        """Reason for which the profile cannot serve this call, whatever the chosen pipeline says."""
         if self.profile is None:
             return None
         reason = self.profile.model.objection(call)

@@ -276,7 +276,7 @@ class Stage(Guard):
             self.ask("check_model", NOTHING, model)
 
     def objection(self, call: AttentionCall) -> str | None:
-        """Why it cannot honour a feature of the call, or None."""
+        """Reason for which it cannot honour a feature of the call, or None."""
         found = self.ask("unsupported", REASONS, call) if "unsupported" in self.questions else None
         return "; ".join(found) if isinstance(found, tuple) else found
 

@@ -44,7 +44,7 @@ def is_number(value: object, least: float = -math.inf, most: float = math.inf) -
 
 
 def fitting(owner: str, fits: Callable[[Any], bool], remedy: str, words: str = "") -> Check:
-    """What passes a test. owner: the class, which messages name before the field; empty to name the field alone.
+    """A check that asks a test. owner: the class, which messages name before the field; empty to name the field alone.
 
     remedy: what to pass, for messages. words: what the field takes, for people; by default the remedy.
     """

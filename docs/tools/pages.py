@@ -38,6 +38,7 @@ LINK = re.compile(r"(?<=\]\()(?!\w+:)(?P<path>[^)\s#]+)(?P<anchor>#[^)\s]*)?(?=\
 WHOLE = re.compile(r"\[(?P<text>[^\]\[]*)\]\((?!\w+:)(?P<path>[^)\s#]+)\)")
 NAMED = re.compile(r"^ *```.*?^ *```$|^#[^\n]*$|\[[^\]\[]*\]\(|`(?:sp\.)?(?P<name>\w+)`", flags=re.M | re.S)
 """Inline code that may be a public name; fenced blocks, headings and texts of links are skipped."""
+CELL = re.compile(r"<td[^>]*>.*?</td>", flags=re.S)
 INVENTORIES = (
     "https://docs.python.org/3/objects.inv",
     "https://docs.pytorch.org/docs/stable/objects.inv",
@@ -106,6 +107,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     markdown = WHOLE.sub(without, markdown)
     return LINK.sub(turned, markdown if here.startswith("api/") else named(markdown))
+
+
+def on_page_content(html: str, **_: object) -> str:
+    """Keeps figures of tables and their per cent signs in one line."""
+    return CELL.sub(lambda cell: re.sub(r"(?<=\d) (?=%)", "&nbsp;", cell[0]), html)
 
 
 def named(markdown: str) -> str:

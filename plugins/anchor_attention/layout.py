@@ -32,7 +32,7 @@ class Regions:
 
 @frozen(kw_only=True)
 class Layout:
-    """How one call's pooled queries lie in memory, and the words of flags per key range.
+    """Layout of one call's pooled queries in memory, and the words of flags per key range.
 
     A *set* is the blocks of one group and head that one step scores; `heads` heads share a KV head's keys; `parts` is
     how many such shares a GQA group needs, `chunks` how many steps a group of many blocks needs. A *tile* is `rows`

@@ -1,4 +1,4 @@
-"""How far the softmax of pooled products lies from the true attention: a Triton kernel and its launch."""
+"""Distance of the softmax of pooled products from the true attention: a Triton kernel and its launch."""
 
 from __future__ import annotations
 

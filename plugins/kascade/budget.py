@@ -134,5 +134,5 @@ class Rows:
 
 
 def sum_type(call: AttentionCall) -> torch.dtype:
-    """What sums are made in."""
+    """The type of sums."""
     return torch.float64 if call.q.dtype == torch.float64 else torch.float32

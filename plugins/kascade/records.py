@@ -1,4 +1,4 @@
-"""What a request remembers of an anchor layer: the keys that it chose, by part of the call."""
+"""A request's memory of an anchor layer: the keys that it chose, by part of the call."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Place = tuple[int, ...]
 
 @frozen(eq=False)
 class Chosen:
-    """What the estimator did in a layer; in `Plan.notes` under the key of its stage.
+    """The estimator's work in a layer; in `Plan.notes` under the key of its stage.
 
     layer: whose keys the plan has, the call's own or its anchor's; None for all keys. lists: the layer's choice, lists
     ``[B, Hkv, G]``, where later layers take it; else None. note: why a layer that follows an anchor chose for itself,
@@ -74,7 +74,7 @@ class Kept:
     found: Mapping[Place, Selection]
 
     def selection(self, call: AttentionCall, anchor: int) -> Selection | None:
-        """What the anchor chose for this part of the call, in this very pass through the layers; None if nothing."""
+        """The anchor's choice for this part of the call, in this very pass through the layers; None if nothing."""
         if self.layer != anchor or not self.layer < call.layer or call.layer < self.at:
             return None
         found, first = self.found.get(place_of(call)), call.first_head // call.group

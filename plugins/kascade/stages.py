@@ -48,7 +48,7 @@ class Kascade(KascadeConfig):
 
     @cached_property
     def budget(self) -> Budget:
-        """How many keys its tiles keep."""
+        """Number of keys that its tiles keep."""
         return Budget(self.topk, self.least, self.tile)
 
     @property
@@ -114,7 +114,7 @@ class Kascade(KascadeConfig):
         return Plan(mask, priority=priority, notes={self.key: chosen})
 
     def kept(self, memory: Memory) -> Kept | None:
-        """What the last anchor layer of the request has chosen, if there was one."""
+        """The choice of the request's last anchor layer, if there was one."""
         found: Kept | None = memory.get(self.key, None)
         return found
 

@@ -83,7 +83,7 @@ class AnchorTable(ModelTable):
         return tuple(range(first, first + count)) if known is None else known[first : first + count]
 
     def objection(self, call: AttentionCall) -> str | None:
-        """Why the table does not fit a call, or None."""
+        """Reason for which the table does not fit a call, or None."""
         if self.model is not None:
             return super().objection(call)
         known, first = self.maps.get(call.layer), call.first_head // call.group

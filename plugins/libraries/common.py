@@ -1,4 +1,4 @@
-"""What both libraries lack, and what is done with what they give."""
+"""Gaps of both libraries, and the use of their results."""
 
 from __future__ import annotations
 

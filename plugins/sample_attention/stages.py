@@ -66,7 +66,7 @@ def dealt(geometry: Geometry, block: int, chunk_n: int) -> Samples:
 
 
 def _reach(geometry: Geometry, block: int, chunks: int) -> tuple[int, ...]:
-    """What the host knows about the last key of each chunk: everything, where no batch row is padded."""
+    """The host's knowledge of the last key of each chunk: everything, where no batch row is padded."""
     if geometry.starts is not None or geometry.lengths is not None:
         return (geometry.kv_len,) * chunks
     tiles = geometry.tile_rows(block)

@@ -1,4 +1,4 @@
-"""What the cluster table says about one layer: known on the host, and as index tensors on the device."""
+"""One layer's row of the cluster table: known on the host, and as index tensors on the device."""
 
 from __future__ import annotations
 

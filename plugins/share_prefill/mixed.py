@@ -34,7 +34,8 @@ def mixed(call: AttentionCall, inner: Plan, tiles: Tensor, block: int, chosen: T
 
 
 def mask_of_heads(mask: SparseMask, heads: Tensor) -> SparseMask:
-    """What a mask selects for some heads, bool ``[B, H]``; nothing for the others. No value is read on the host."""
+    """The part of a mask that belongs to some heads, bool ``[B, H]``; nothing for the others. No value is read on the
+    host."""
     tiles, stripes = None, mask.stripes
     if mask.has_tiles:
         keep = mask.tile_map() & heads[..., None, None]
@@ -45,7 +46,7 @@ def mask_of_heads(mask: SparseMask, heads: Tensor) -> SparseMask:
 
 
 def carry_of_heads(carry: Carry, heads: Tensor) -> Carry:
-    """What was computed already for some heads, bool ``[B, H]``; the others begin with nothing."""
+    """The part of a carry that belongs to some heads, bool ``[B, H]``; the others begin with nothing."""
     state, rows = carry.state, ~heads[..., None]
     left = SoftmaxState(
         state.m.masked_fill(rows, -torch.inf),

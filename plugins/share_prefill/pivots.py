@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @frozen(eq=False)
 class Choice:
-    """What each head runs, vertical-slash where neither flag is set.
+    """Each head's choice: vertical-slash where neither flag is set.
 
     flags: bool ``[3, B, H]``: heads that share their cluster's pivot, heads that run dense, either. own: ``[B, H, C]``,
     the block-averaged attention that decided.

@@ -44,7 +44,7 @@ PART = 256
 
 @frozen(eq=False)
 class Evidence:
-    """What the estimator leaves for the observer. mask: as the estimator made it."""
+    """The estimator's message to the observer. mask: as the estimator made it."""
 
     heads: LayerHeads
     choice: Choice
@@ -91,7 +91,7 @@ class Share(ShareConfig):
 
     @property
     def observer(self) -> PivotObserver:
-        """What writes the pivots that this stage reads."""
+        """The writer of the pivots that this stage reads."""
         return PivotObserver(self)
 
     def pipeline(self, name: str = "share") -> Pipeline:

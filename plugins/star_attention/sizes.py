@@ -37,7 +37,7 @@ def most_tiles(config: StarConfig, geometry: Geometry) -> int:
 
 @frozen(eq=False)
 class Sizes:
-    """What holds for one call. block, anchor, context: int64 ``[B]``, in tiles. most_*: the most of any row, in tiles.
+    """Sizes of one call. block, anchor, context: int64 ``[B]``, in tiles. most_*: the most of any row, in tiles.
 
     most_blocks: the most blocks of any row. uniform: whether all rows have blocks of `most_block` tiles.
     phases: whether query rows of phase 2 may occur. tile: tokens of a tile.

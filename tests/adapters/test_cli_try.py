@@ -28,6 +28,7 @@ from sparseprefill.adapters.evaluation.outcome import (
     Fidelity,
     Layer,
     Outcome,
+    starved,
     unsteady,
 )
 from sparseprefill.adapters.evaluation.reading import Reader
@@ -103,7 +104,9 @@ def test_the_verdict_in_words_and_what_to_paste(folder: Path, monkeypatch: pytes
     (server,) = [line for line in result.stdout.splitlines() if line.startswith("--attention-backend CUSTOM")]
     table = json.loads(server.partition("'")[2].rstrip("'"))
     assert {"sparseprefill": {"profile": str(Path("mine.json").absolute())}} == table
-    assert "1 texts of 512 tokens, 1 methods; done in 60 s or less" in result.stderr
+    assert "1 texts of 512 tokens, 1 methods; about 60 s" in result.stderr
+    assert "dense attention: 2.00 s a prefill" in result.stderr
+    assert 1 == result.stderr.count("streaming (")
 
 
 @pytest.mark.usefixtures("_one_tokenizer")
@@ -160,7 +163,7 @@ def test_ctrl_c_while_it_times_keeps_the_choice(folder: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--text", "none.txt"), "there is no file or folder none.txt"),
+        (("--text", "none.txt"), "--text: there is no file or folder none.txt"),
         (("--text", "short.txt"), "below 256 there is nothing to gain"),
         (("--text", "mine.txt", "--tokens", "900000"), "the model reads at most 1024"),
         (("--tokens", "1020"), "the model reads at most 1024: pass --tokens 1008 or less"),
@@ -251,6 +254,14 @@ def test_what_keeps_enough_and_is_slower_is_named() -> None:
     assert one.said[1] == "Longer prompts may gain: pass --tokens."
 
 
+def test_methods_that_there_was_no_time_for_are_named_with_the_time_for_all() -> None:
+    one = verdict(copies=GOOD, stock=DENSE, shortfall=0.5)
+    run, found = evolve(one.run, methods=["rowmax", "streaming"]), evolve(one.found, untried=9)
+    said = Verdict(run, found, (), 150.0).said
+    assert "There was no time for rowmax: pass about --seconds 420 for all methods." in said
+    assert "There was no time for 9 more settings; --seconds gives it." in evolve(one, found=found).said
+
+
 def test_a_model_that_cannot_copy_is_named() -> None:
     poor = Copies(3, 100, 1.0, 3)
     one = verdict(WON, LOST, copies=poor, stock=poor)
@@ -262,6 +273,12 @@ def test_times_that_lie_apart_are_named() -> None:
     one = verdict(SideBySide(4096, (2.0, 9.0), (1.0, 1.0)), LOST, copies=GOOD, stock=DENSE)
     assert any("took 2.00 to 9.00 s for the same prefill" in text for text in one.said)
     assert "" == unsteady((2.0, 2.9)) == unsteady((1.0,)) == unsteady(())
+
+
+def test_a_process_that_waits_for_a_processor_says_that_its_times_mean_little() -> None:
+    one = evolve(verdict(WON, LOST, copies=GOOD, stock=DENSE), doubt=starved(30.0, 100.0))
+    assert any("this process had 30% of one processor" in text for text in one.said)
+    assert "" == starved(90.0, 100.0) == starved(190.0, 100.0)
 
 
 @pytest.mark.usefixtures("_one_tokenizer")

@@ -24,6 +24,13 @@ def test_a_type_that_is_equal() -> None:
     assert found.error < 1e-5
 
 
+@pytest.mark.parametrize("model_type", ["qwen3_next", "granitemoehybrid", "jamba"])
+def test_a_hybrid_runs_sparse_in_its_layer_of_attention(model_type: str) -> None:
+    found = examine(model_type)
+    assert ("equal", "") == (found.state, found.why)
+    assert {"sparse": 1} == found.layers == found.sparse
+
+
 @pytest.mark.parametrize(
     ("model_type", "state", "why"),
     [

@@ -13,7 +13,6 @@ from importlib import import_module
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 import pytest
@@ -269,24 +268,3 @@ def test_rowmax_says_what_it_guarantees_for_each_precision() -> None:
     for word in ('`"exact"`', '`"fp8"`', '`"auto"`', "python -m lab.rowmax"):
         assert word in part
     assert page.count("no\ncolumn is dropped") == 1
-
-
-FRAGMENTS = ("What", "Whether", "How", "Why", "Where", "Which")
-
-
-def test_public_functions_say_what_they_do_in_a_sentence() -> None:
-    """Their docstrings begin with a verb: none is a clause without one, such as "Whether it fits"."""
-    import sparseprefill.adapters.huggingface as hosted
-
-    found = []
-    places = [(place, named) for place in (sp, testing, hosted) for named in place.__all__]
-    for place, named in places:
-        owner = getattr(place, named)
-        if not isinstance(owner, type):
-            own = {named: owner} if callable(owner) else {}
-        else:
-            own = {f"{named}.{key}": getattr(one, "__func__", one) for key, one in vars(owner).items()}
-        for title, one in own.items():
-            if isinstance(one, FunctionType) and not one.__name__.startswith("_"):
-                found += [title] if (one.__doc__ or "").strip().startswith(FRAGMENTS) else []
-    assert found == []

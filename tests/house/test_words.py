@@ -1,10 +1,15 @@
-"""A chip's kernel is a folder and a record: the rest of the code does not know its name."""
+"""Words of the code: a chip's name stays in its folder, and docstrings begin with a noun or a verb.
+
+A chip's kernel is a folder and a record: the rest of the code does not know its name.
+"""
 
 # ruff: noqa: SIM300 - asserts read expected == actual
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterator
 
 import pytest
 
@@ -50,3 +55,46 @@ def test_no_other_file_names_a_chip() -> None:
 )
 def test_the_rule_itself(text: str, count: int) -> None:
     assert count == len(named(text))
+
+
+FRAGMENTS = ("What", "Whether", "How", "Why", "Where", "Which", "When", "Who")
+"""Words that begin a clause, where a docstring has a noun or a verb."""
+OPEN = ("core/sparseprefill/kernels/", "plugins/rowmax/")
+"""Folders whose docstrings are still to be rewritten."""
+
+
+def docstrings(text: str) -> Iterator[tuple[int, str]]:
+    """Line and text of each docstring: of the module, classes and functions, and those below a name."""
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        for before, one in zip([None, *node.body], node.body, strict=False):
+            said = one.value.value if isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant) else None
+            if isinstance(said, str) and (before is None or isinstance(before, ast.Assign | ast.AnnAssign)):
+                yield one.lineno, said
+
+
+def clauses(text: str) -> list[int]:
+    """Lines of the docstrings that begin with a clause."""
+    return [line for line, said in docstrings(text) if said.split(maxsplit=1)[:1] and said.split()[0] in FRAGMENTS]
+
+
+def test_docstrings_begin_with_a_noun_or_a_verb() -> None:
+    files = [path for place in PLACES.values() for path in sorted(place.rglob("*.py"))]
+    found = [(path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")) for path in files]
+    assert [] == [f"{name}:{line}" for name, text in found if not name.startswith(OPEN) for line in clauses(text)]
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ('"""What it is."""', [1]),
+        ('"""Whatever it is."""', []),
+        ('def one():\n    """Why not, or None."""\n', [2]),
+        ('def one():\n    """The reason, or None."""\n', []),
+        ('LEAST = 1\n"""How many at least."""\n', [2]),
+        ('print()\n"""How a loose text is no docstring."""\n', []),
+    ],
+)
+def test_the_rule_of_docstrings_itself(text: str, lines: list[int]) -> None:
+    assert lines == clauses(text)

@@ -69,8 +69,9 @@ def test_a_profile_nested_as_deep_as_json_allows(tmp_path: Path) -> None:
         Profile.load(tmp_path / "a.json")
 
 
-def test_the_example_rescues_at_bflas_own_values_under_its_own_name() -> None:
-    path = Path(__file__).parents[2] / "docs" / "examples" / "share-prefill" / "rescued.toml"
+@pytest.mark.parametrize("file", ["rescued.toml", "rescued-single.toml"])
+def test_the_example_rescues_at_bflas_own_values_under_its_own_name(file: str) -> None:
+    path = Path(__file__).parents[2] / "docs" / "examples" / "share-prefill" / file
     made = sp.from_config(path)
     own: list[Any] = [*sp.build("bfla").refiners]
     tile = sp.default_registry().get("bfla").config().tile

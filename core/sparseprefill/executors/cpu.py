@@ -110,7 +110,7 @@ class CpuExecutor:
         return self.execute(call, plan).into(out, lse)
 
     def _objection(self, call: AttentionCall, plan: Plan) -> str:
-        """Why the reference must run the call; empty where it need not."""
+        """Reason for the reference to run the call; empty where it need not."""
         check_plan(call, plan)
         if reason := self.unsupported(call):
             raise UnsupportedCallError([f"CpuExecutor: {reason}"])
@@ -658,7 +658,7 @@ def _logits(q: Tensor, k: Tensor, row: _Row, seen: Tensor | None) -> Tensor:
 
 
 def _bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is added to logits: -inf where a key is not seen. One mask for many is added far faster than filled in."""
+    """Addend of the logits: -inf where a key is not seen. One mask for many is added far faster than filled in."""
     return torch.where(seen, 0.0, -torch.inf).to(dtype)
 
 

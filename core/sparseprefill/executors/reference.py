@@ -176,7 +176,7 @@ def _tile_mass(call: AttentionCall, plan: Plan, lse: Tensor) -> Tensor:
 
 
 class _TileKeys:
-    """Which keys each query tile needs: lists turned into tensor indices."""
+    """Keys that each query tile needs: lists turned into tensor indices."""
 
     def __init__(self, mask: SparseMask) -> None:
         geometry = mask.geometry

@@ -50,7 +50,7 @@ class TritonExecutor:
         return Wanted(precision=self.precision, bound=self.bound)
 
     def unsupported(self, call: AttentionCall) -> str | None:
-        """Why this executor cannot run the call, or None."""
+        """Reason for which this executor cannot run the call, or None."""
         q, width = call.q, call.value_dim
         if q.device.type != "cuda" and not attention.interpreted():
             return f"q is on {q.device}; move q, k and v to a CUDA device, or use ReferenceExecutor"

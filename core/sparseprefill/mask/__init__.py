@@ -1,1 +1,1 @@
-"""Which (query, key) pairs a call computes: geometry, lists, maps, and the mask made of them."""
+"""The (query, key) pairs that a call computes: geometry, lists, maps, and the mask made of them."""

@@ -46,7 +46,7 @@ class Fa4Lists(NamedTuple):
 
 @frozen(eq=False)
 class Selection:
-    """What a mask selects. tiles: bool ``[B, h, R, C]`` or None; h is 1 where all heads have the same tiles.
+    """A mask's choice. tiles: bool ``[B, h, R, C]`` or None; h is 1 where all heads have the same tiles.
 
     stripes: lists ``[B, Hq, G]`` of columns of `stripe_width` tokens for groups of `group` query tiles, or None.
     """
@@ -167,7 +167,8 @@ class _Cells:
 
 @frozen(eq=False)
 class _Seen:
-    """What causality, window and padding say of cells, bool ``[b, 1, n, m]``: that some pair, that every pair is seen.
+    """Verdict of causality, window and padding on cells, bool ``[b, 1, n, m]``: that some pair, that every pair is
+    seen.
 
     low, high: int64 ``[b, n]``: of a query cell's keys, no key before `low` and none from `high` on is seen.
     """
@@ -270,7 +271,8 @@ def _first(geometry: Geometry, tile: int) -> Tensor | int:
 
 
 def _ordered(keep: Tensor) -> tuple[Tensor, Tensor]:
-    """How many of bool ``[..., C]`` are set, int32 ``[...]``, and which, int32 ``[..., C]``, with zeros behind them."""
+    """Count the set ones of bool ``[..., C]``, int32 ``[...]``, and list them, int32 ``[..., C]``, with zeros behind
+    them."""
     columns = keep.shape[-1]
     slot = torch.where(keep, keep.cumsum(-1) - 1, columns)
     found = torch.zeros(*keep.shape[:-1], columns + 1, dtype=torch.int32, device=keep.device)

@@ -1,4 +1,4 @@
-"""Where the rows and keys of a call stand: positions, tiles and who may see whom; what sizes alone tell is kept.
+"""Places of a call's rows and keys: positions, tiles and who may see whom; what sizes alone tell is kept.
 
 Every batch row has its own token grid. Position 0 is the row's first real token, so that a left-padded row of a
 batch is computed exactly as it would be alone; tiles, bands and groups lie on that grid and do not move with the cut

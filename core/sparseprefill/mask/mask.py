@@ -220,7 +220,7 @@ class SparseMask:
         return _union(self, other)
 
     def __sub__(self, other: SparseMask) -> SparseMask:
-        """What this mask selects and `other` does not: how a mask is kept disjoint from a carry's region.
+        """The part of this mask that `other` does not select: so a mask is kept disjoint from a carry's region.
 
         Lists of tiles alone stay lists of tiles, on the largest grid that divides both. Stripes on either side are
         worked out through bool maps of columns, ``[B, Hq, G, columns]``, whose width and groups of rows divide both.

@@ -1,4 +1,4 @@
-"""What the pairs of a plan are worth, as its estimator leaves it for refiners that have to choose."""
+"""Worth of a plan's pairs, as its estimator leaves it for refiners that have to choose."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @frozen(eq=False)
 class Stretches:
-    """Which query row is sampled, and for which query tiles it speaks. Nobody may write to the tensors.
+    """The sampled query rows, and the query tiles for which each speaks. Nobody may write to the tensors.
 
     tile: tokens of a query tile. rows: int64 ``[B, n]``, index among the call's queries of each sampled row, the last
     of its stretch. real: bool ``[B, n]``, which of them exist. position: int64 ``[B, n]``, on the row's token grid.
@@ -118,7 +118,7 @@ ALIGNED = 16
 
 
 class Raised(NamedTuple):
-    """What a floor adds to a plan.
+    """A floor's addition to a plan.
 
     added: bool ``[B, Hq, R, C]``, tiles that the plan gets. before, after: ``[B, Hq, n]``, mass that sampled rows kept
     of theirs, and keep now. dense: bool ``[B, Hq, P]``, spans of heads that get every tile.
@@ -132,7 +132,7 @@ class Raised(NamedTuple):
 
 @frozen(eq=False)
 class KeptKeys:
-    """Which keys a mask keeps for sampled rows, several of which may share a line.
+    """Keys that a mask keeps for sampled rows, several of which may share a line.
 
     map: bool ``[B, Hq, L, X]``, by position on the row's grid; more than Nkv columns change nothing: kernels like whole
     tiles, and a multiple of 16. line: int64 ``[B, n]``, the line of each row; None where each has its own.

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 WORD = 0xFFFFFFFF
 STRIDE, RANDOM = 1, 2
-"""What a seed is used for: refiners of one seed do not choose alike."""
+"""Uses of a seed: refiners of one seed do not choose alike."""
 
 Word = TypeVar("Word", int, Tensor)
 
@@ -155,7 +155,7 @@ RULES: tuple[tuple[str, object, Callable[[Any], bool], str], ...] = (
 
 
 def _same(one: torch.device, other: torch.device) -> bool:
-    """Whether these are one device; "cuda" without a number may be any of them."""
+    """True where these are one device; "cuda" without a number may be any of them."""
     return one.type == other.type and (one.index == other.index or None in (one.index, other.index))
 
 
@@ -241,7 +241,7 @@ class TileMap:
         return self.by_group(1)
 
     def united(self, group: int) -> TileMap:
-        """What any of each `group` neighbouring heads keeps, for all of them."""
+        """The map that gives all of `group` neighbouring heads what any of them keeps."""
         if self.shared % group == 0:
             return self
         return TileMap(geometry=self.geometry, tile_q=self.tile_q, tile_k=self.tile_k, keep=self.by_group(group))
@@ -292,7 +292,7 @@ class TileMap:
         return self.plain(group)
 
     def kernel_arguments(self) -> tuple[Geometry, int, int, Tensor | None, Rules, int, int]:
-        """What `kernels.lists.maps` takes: this map in plain tensors and numbers."""
+        """Arguments of `kernels.lists.maps`: this map in plain tensors and numbers."""
         from sparseprefill.kernels.lists.maps import Rules
 
         stride, random = self.stride, self.random

@@ -67,7 +67,7 @@ class Part:
 
 
 class Cuttable(Protocol):
-    """What decides about parts, as a Pipeline has it."""
+    """The properties of a Pipeline that decide about parts."""
 
     @property
     def grain(self) -> int | None:
@@ -76,7 +76,7 @@ class Cuttable(Protocol):
 
     @property
     def head_scope(self) -> Literal["head", "group"] | None:
-        """What is looked at to decide for a head; None for all heads."""
+        """Heads that are looked at to decide for one; None for all."""
         ...
 
     def bound(self, call: AttentionCall) -> int:

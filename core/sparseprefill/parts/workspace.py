@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
 
 TILE, PER_PAIR, PER_KEY = 128, 16, 48
-"""What `default_workspace` counts: tokens per tile; bytes per pair of tiles (maps and their lists), and per key."""
+"""Units of `default_workspace`: tokens per tile; bytes per pair of tiles (maps and their lists), and per key."""
 
 
 def default_workspace(call: AttentionCall, tile: int = TILE, per_pair: int = PER_PAIR) -> int:

@@ -46,7 +46,7 @@ class ModelIdentity:
             raise ParameterError(f"{what} was made for another model: {found}; {remedy}")
 
     def objection(self, call: AttentionCall) -> str | None:
-        """Which size the call does not have, or None."""
+        """The size that the call does not have, or None."""
         found = {"heads": call.q.shape[1], "kv_heads": call.kv_heads, "head_dim": call.q.shape[3]}
         for name, value in found.items():
             if getattr(self, name) != value:

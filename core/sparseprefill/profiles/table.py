@@ -46,7 +46,7 @@ class ModelTable:
         return structure.by_lines(self)
 
     def objection(self, call: AttentionCall) -> str | None:
-        """Why the table does not fit a call, or None."""
+        """Reason for which the table does not fit a call, or None."""
         return None if self.model is None else self.model.objection(call)
 
     def check_model(self, model: ModelIdentity) -> None:
@@ -62,7 +62,7 @@ class ModelReader(Protocol):
     @property
     @abstractmethod
     def identity(self) -> ModelIdentity:
-        """Which model it is."""
+        """The model that the table is of."""
 
     @property
     @abstractmethod

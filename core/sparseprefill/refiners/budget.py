@@ -130,7 +130,8 @@ class BudgetCeiling(_Budget):
 
 @frozen(eq=False)
 class Tiles:
-    """What a query tile may choose from, on one grid. All bool ``[B, Hq, R, C]``, scores and room broadcast to it.
+    """The tiles that a query tile may choose from, on one grid. All bool ``[B, Hq, R, C]``, scores and room broadcast
+    to it.
 
     wanted: tiles to choose among, without those kept in any case. open: tiles whose stripes would add keys to what is
     kept in any case. scores: worth per key. room: int64 ``[B, Hq, R]``, keys that a query tile may still take.
@@ -145,7 +146,7 @@ class Tiles:
 
 
 def fitted(call: AttentionCall, plan: Plan, tiles: Tiles, width: int) -> tuple[Tensor, IndexLists]:
-    """What fits of the wanted tiles, bool ``[B, Hq, R, C]``, and of the plan's stripes, by query tile.
+    """Those of the wanted tiles that fit, bool ``[B, Hq, R, C]``, and of the plan's stripes, by query tile.
 
     Tiles and columns go in order of their worth per key (of equal ones tiles first, then the nearer), as long as they
     fit. A tile costs its keys. A stripe costs one, in a tile that is kept nothing; it is then left out of the lists.
@@ -300,7 +301,7 @@ class _Order:
         return cls(worth, tile, listed, rank, counts.unflatten(-1, (columns, blocks)), size)
 
     def table(self, free: Tensor) -> _Table:
-        """How many stripes of open tiles, bool ``[B, h, n, slots, C]``, stand before each block."""
+        """Numbers of stripes before each block, of open tiles, bool ``[B, h, n, slots, C]``."""
         return _Table(self, free, functional.pad((free.float() @ self.counts).cumsum(-1), (1, 0)).to(torch.int64))
 
 

@@ -93,7 +93,7 @@ class Choice:
 
     @classmethod
     def of(cls, call: AttentionCall, plan: Plan) -> Choice:
-        """What a plan leaves to choose from."""
+        """The choice that a plan leaves."""
         geometry, grid = call.geometry, plan.common_grid()
         reach = reachable_map(geometry, *grid)[:, None]
         own = diagonal_map(geometry, *grid)[:, None] & reach

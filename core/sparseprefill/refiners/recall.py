@@ -117,7 +117,7 @@ class RecallFloor:
     def _by_kernels(
         self, by_tile: tuple[Tensor, Tensor | None], at: Stretches, held: Held, reach: Tensor
     ) -> Raised | None:
-        """What `_raised` computes, in a few launches; None for what the kernels do not know."""
+        """Do the work of `_raised` in a few launches; None for calls that the kernels do not know."""
         from sparseprefill.kernels.sampled import floor
 
         known = self.speaks_for != "tile" and by_tile[0].dtype == torch.float32
@@ -129,7 +129,7 @@ class RecallFloor:
         )
 
     def _raised(self, mass: RowMass, at: Stretches, held: Held, reach: Tensor) -> Raised:
-        """What the floor adds. reach: tiles with an allowed pair, bool ``[B, 1, R, C]``."""
+        """The floor's addition. reach: tiles with an allowed pair, bool ``[B, 1, R, C]``."""
         grid, reach = held.grid, reach & at.inhabited[:, None, :, None]
         have, free = held.map & reach, ~held.map & reach
         own = rows_at(have, at.own)
@@ -238,7 +238,8 @@ def _mean(x: Tensor, real: Tensor) -> Tensor:
 
 
 def _heard(chosen: Tensor, at: Stretches, sample: Tensor, grid: tuple[int, int]) -> Tensor:
-    """What each query tile gets of one sample, int64 ``[B, R]``: its key tiles, and those as far from the diagonal."""
+    """Gains of each query tile by one sample, int64 ``[B, R]``: its key tiles, and those as far from the
+    diagonal."""
     picked = rows_at(chosen, sample)
     tile = torch.arange(sample.shape[1], device=chosen.device)
     column = torch.arange(chosen.shape[-1], device=chosen.device)

@@ -42,7 +42,7 @@ def vertical_slash(call: AttentionCall, gamma: float, block: int) -> Plan:
 
 @frozen(eq=False)
 class SampledPriority(Priority):
-    """What sampled rows say of all: a key is worth its share of their attention, a tile that of its diagonals.
+    """Worth of all pairs by sampled rows: a key is worth its share of their attention, a tile that of its diagonals.
 
     mass, real: what was sampled, and bool ``[B, n]``, which rows there are; ``[B, S, n]`` for several samples. block:
     tokens of a diagonal bin. column: tokens of a column bin. part: int64 ``[B, R]``, which of the samples speaks for

@@ -20,9 +20,9 @@ NEAR = 256
 AROUND = 4
 """Keys on either side of a slash that count as its own."""
 SAMPLE, ROUNDS, LARGEST = 4096, 6, 60.0
-"""What `solve` works with: distances that stand for all of them, rounds, and the largest logit."""
+"""Constants of `solve`: distances that stand for all of them, rounds, and the largest logit."""
 QUIET = 0.4
-"""What columns of stripes and spans have of the others' spread, so that no single one outweighs the sink."""
+"""Share of the others' spread that columns of stripes and spans have, so that no single one outweighs the sink."""
 SHARE = number(0.0, 1.0)
 
 
@@ -48,7 +48,7 @@ class Character:
 
     @property
     def rest(self) -> float:
-        """What is spread over all keys."""
+        """The mass that is spread over all keys."""
         return 1.0 - self.sink - self.local - self.slash - self.stripes - self.spans
 
 
@@ -88,7 +88,7 @@ def named(names: Sequence[str] | None, heads: int) -> list[Character]:
 
 @frozen
 class Logits:
-    """What a head adds to its logits. local, slash: at their peaks. sink, stripes, spans: at their keys."""
+    """A head's additions to its logits. local, slash: at their peaks. sink, stripes, spans: at their keys."""
 
     local: float
     slash: float
@@ -144,7 +144,7 @@ def _root(mass: Callable[[float], float], wanted: float) -> float:
 
 
 def _above(one: Character, ratio: float, share: float) -> float:
-    """How far columns stand above the others, so that a `share` of them has `ratio` times the others' mass."""
+    """Height of columns above the others, so that a `share` of them has `ratio` times the others' mass."""
     if not (ratio and share):
         return 0.0
     return max(0.0, math.log(ratio / share) + (1 - QUIET**2) * one.spread**2 / 2)

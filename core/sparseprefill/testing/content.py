@@ -1,4 +1,4 @@
-"""What the keys of one KV head hold, and how its query heads read them."""
+"""Content of one KV head's keys, and its reading by query heads."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Content:
         return cls(template, basis, marks, _bounds(source, tokens))
 
     def to(self, device: torch.device | str) -> Content:
-        """What this holds, on a device."""
+        """The same on a device."""
         return Content(*(x.to(device) for x in (self.fast, self.basis, self.marks, self.bounds)))
 
     @property
@@ -91,7 +91,7 @@ class Reading:
     weights: Tensor
 
     def to(self, device: torch.device | str) -> Reading:
-        """What this holds, on a device."""
+        """The same on a device."""
         return Reading(self.fast.to(device), self.weights.to(device))
 
     def queries(self, content: Content, first: int, last: int) -> Tensor:

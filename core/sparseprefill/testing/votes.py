@@ -1,4 +1,4 @@
-"""Which pairs a result says that it computed: its mask, less what its rows voted to leave out."""
+"""Pairs that a result says it computed: its mask, less what its rows voted to leave out."""
 
 from __future__ import annotations
 

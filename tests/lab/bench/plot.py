@@ -54,7 +54,7 @@ def draw(rows: Sequence[Row], path: Path, hardware: str, about: Mapping[str, str
         _kept(axes[1], series, styles)
     if kept or len(lengths) >= LINE:
         handles, labels = axes[-1].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside right upper", fontsize=8, frameon=False)
+        figure.legend(handles, labels, loc="outside right center", fontsize=8, frameon=False)
     sizes = "several shapes" if several else _sizes(shown[0])
     dense = ", ".join(sorted({row.baseline for row in shown}))
     figure.suptitle(f"One layer's attention, {sizes}, on {hardware}; dense: {dense}", fontsize=10.5, color=INK)
