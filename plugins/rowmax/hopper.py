@@ -68,7 +68,7 @@ class Lines(NamedTuple):
 
 
 class Logits(NamedTuple):
-    """What makes logits of products: scale, factors of key tiles, and softcap or None."""
+    """Factors that make logits of products: scale, factors of key tiles, and softcap or None."""
 
     scale: Any
     factors: Any
@@ -76,7 +76,7 @@ class Logits(NamedTuple):
 
 
 class Out(NamedTuple):
-    """Where a head's maxima and a program's sums go; blocks and tiles of a head, programs that share a row's tiles."""
+    """Places of a head's maxima and a program's sums; blocks and tiles of a head, programs that share a row's tiles."""
 
     maxima: Any
     sums: Any
@@ -314,7 +314,7 @@ def hopper_maxima_kernel(
     EVERY: gl.constexpr, SHIFT: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, SOFTCAP: gl.constexpr,
     STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """What `kernels.maxima_kernel` does, for tiles of 128 keys and blocks of 128 sampled rows, without a window.
+    """The work of `kernels.maxima_kernel`, for tiles of 128 keys and blocks of 128 sampled rows, without a window.
 
     WIDTH: keys of a column, 16, 32, 64 or the whole tile; of narrower ones than that, QUADS and COLUMN are layouts, see
     `layouts`.

@@ -43,7 +43,7 @@ class Queries(NamedTuple):
 
 
 class KeySource(NamedTuple):
-    """Where a program reads keys: a head's, from position 0 on; table and stride of pages, and the factor on them."""
+    """Source of a program's keys: a head's, from position 0 on; table and stride of pages, and the factor on them."""
 
     ptr: Any
     start: Any

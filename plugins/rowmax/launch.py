@@ -1,4 +1,4 @@
-"""Which columns sampled rows keep, by kernels: some query tiles at a time, no host synchronisation."""
+"""Columns that sampled rows keep, by kernels: some query tiles at a time, no host synchronisation."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FEWEST = 8
 ENTRIES, WIDEST = 8192, 512
 """Maxima that a program chooses from at once, and columns of one row."""
 FAILED: list[Exception] = []
-"""Why the kernel for Hopper does not work here; empty while it does."""
+"""Errors for which the kernel for Hopper does not work here; empty while it does."""
 
 
 @cache
@@ -65,7 +65,7 @@ def in_8_bits(call: AttentionCall, precision: str) -> bool:
 
 
 def remark(call: AttentionCall, config: RowMaxConfig) -> str:
-    """Why the portable kernel chooses where the one for Hopper would; empty elsewhere."""
+    """Reason for which the portable kernel chooses where the one for Hopper would; empty elsewhere."""
     if not _for_hopper(call, config):
         return ""
     if config.column < kernels.NARROWEST:

@@ -48,8 +48,8 @@ class Rows:
 
 @frozen
 class Sampling:
-    """Which rows of a query tile a head looks at: one in `stride`, which divides the tile; in tile t the first one is
-    number ``(t + head * shift) % stride``."""
+    """The rows of a query tile that a head looks at: one in `stride`, which divides the tile. In tile t the first one
+    is number ``(t + head * shift) % stride``."""
 
     stride: int
     shift: int

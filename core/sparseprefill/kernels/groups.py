@@ -31,7 +31,7 @@ RUNTIME = ("q_shift", "q_offset", "q_len", "kv_len", "tiles", "skipped", "base",
 
 
 class Operands(NamedTuple):
-    """Where a launch reads queries and keys.
+    """Sources of queries and keys for a launch.
 
     Pointers, and the table of pages, None for keys in a tensor; the factor on what pages hold, or None; tensor
     descriptors ``[B, H, SIZE, groups, D]``, or None. Strides of batch row (of k, in pages, that of pages), head and

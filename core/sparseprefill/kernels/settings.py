@@ -36,7 +36,7 @@ class Settings:
 
     @cached_property
     def options(self) -> dict[str, int | bool]:
-        """What a launch is given: warps, stages and the cap, which the interpreter and the uncapped case do without."""
+        """Options of a launch: warps, stages and the cap, which the interpreter and the uncapped case do without."""
         cap: dict[str, int] = {} if self.maxnreg is None else {"maxnreg": self.maxnreg}
         return {"num_warps": self.warps, "num_stages": self.stages, **cap, **FUSED}
 
@@ -80,5 +80,5 @@ def power_of_two(x: int) -> int:
 
 
 def block(size: int) -> int:
-    """What a product needs to hold `size` rows or dimensions."""
+    """Size of a product's side that holds `size` rows or dimensions."""
     return max(16, power_of_two(size))

@@ -1,4 +1,4 @@
-"""Where a launch reads K and V: two tensors, or a request's pages."""
+"""Sources of K and V for a launch: two tensors, or a request's pages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: 
 
 @frozen(eq=False)
 class Source:
-    """What kernels take for the keys and values of a call.
+    """Keys and values of a call as kernels take them.
 
     k, v: ``[B, Hkv, N, D]``, or of pages ``[pages, page, Hkv, D]``. table, k_scale, v_scale: of `Pages`, else None.
     page: tokens of a page, 0 where K and V are tensors.
@@ -47,7 +47,7 @@ often, they are copied first. Kernels of sampled rows go over them twice, all ot
 
 @frozen(eq=False)
 class Keys:
-    """What kernels that look at keys alone, as estimators do, take for those of a call.
+    """Keys of a call as kernels take them that look at no values, as estimators do.
 
     k: ``[B, Hkv, N, D]``, or of pages ``[pages, page, Hkv, D]``, whose last stride is 1. table, scale: of `Pages`, else
     None. page: tokens of a page, 0 where k is a tensor. dtype: what kernels convert each key to as they read it, times

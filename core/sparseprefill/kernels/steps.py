@@ -52,7 +52,7 @@ def factor(scale_ptr):
 
 @triton.jit
 def converted(x, scale, TYPE: tl.constexpr):
-    """What a cache holds, as the numbers to compute with: times `scale`, in float32, unless that is None; then in TYPE,
+    """Contents of a cache as the numbers to compute with: times `scale`, in float32, unless that is None; then in TYPE,
     unless that is. Whatever reads or copies a cache does it here, so that all of it finds the same bits."""
     if scale is not None:
         x = x.to(tl.float32) * scale
@@ -148,7 +148,7 @@ def masked_step(
 
 @triton.jit
 def crossing_steps(list_ptr, count, low, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, BLOCK_N: tl.constexpr):
-    """How many of a list's last steps (BLOCK_N keys each) hold a key beyond row `low`, so that they need a mask.
+    """Number of a list's last steps (BLOCK_N keys each) that hold a key beyond row `low`, so that they need a mask.
 
     Lists ascend. Only the few last tiles can cross, which one load shows; a list that names tiles of the future, as
     callers may make it, is searched on.
@@ -174,7 +174,7 @@ def crossing_steps(list_ptr, count, low, TILE_Q: tl.constexpr, TILE_K: tl.conste
 
 @triton.jit
 def count_up_to(indices_ptr, offset, count, bound, WIDTH: tl.constexpr = 1):
-    """How many keys of an ascending list of columns, each WIDTH keys wide, are <= bound; one load where all are."""
+    """Number of keys <= bound in an ascending list of columns, each WIDTH keys wide; one load where all are."""
     end = bound
     if WIDTH > 1:
         bound = floor_div(end, WIDTH)

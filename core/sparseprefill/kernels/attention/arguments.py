@@ -135,7 +135,7 @@ class State(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """Where results go: either out and lse, or a state. sinks: logits that join the denominator of out, or None.
+    """Places of the results: either out and lse, or a state. sinks: logits that join the denominator of out, or None.
 
     nonfinite: int8 ``[B * Hq * query blocks]``, 1 where a block met a NaN. skipped: int32 ``[B * Hq * query blocks, 2]``,
     pairs that were left out, in the second column those of a half that votes by itself; or None.

@@ -1,4 +1,4 @@
-"""What one program does: attention of one query block of one head over its tiles and stripes.
+"""One program's work: attention of one query block of one head over its tiles and stripes.
 
 Where steps whose logits cannot matter are left out, other loops take the place of the usual ones: skip-softmax under any
 mask.
@@ -240,7 +240,7 @@ def wanted(s, m, bound, real):
 
 @triton.jit
 def tile_step(j, steps, crossing, PARTS: tl.constexpr):
-    """Which step of an ascending list comes j-th: the crossing ones from the last, those of the first tile, the rest."""
+    """The step of an ascending list that comes j-th: the crossing ones from the last, those of the first tile, the rest."""
     head = tl.minimum(PARTS, steps - crossing)
     first = tl.where(j < crossing + head, crossing + head - 1 - j, steps - 1 - j + head)
     return tl.where(j < crossing, steps - 1 - j, first)

@@ -154,7 +154,7 @@ def _arguments(
     below: Tensor | None,
     requests: Together | None,
 ) -> Arguments:
-    """What a kernel is given, but for its flags."""
+    """Arguments of a kernel, but for its flags."""
     geometry, (batch, heads), chosen = call.geometry, call.q.shape[:2], _settings(call, mask)
     q, rows, table, lists, bitmap = call.q, geometry.tile_rows(mask.tile_q), None, mask.arrays, mask.bitmap
     if requests is not None:
@@ -263,7 +263,7 @@ def _settings(call: AttentionCall, mask: SparseMask) -> Settings:
 
 
 def _blocks(chosen: Settings, width: int, page: int) -> dict[str, Any]:
-    """What both kernels have to know when they are compiled."""
+    """Constants that both kernels are compiled for."""
     return {
         "BLOCK_M": chosen.block_m,
         "BLOCK_N": chosen.block_n,

@@ -1,4 +1,4 @@
-"""Which calls can share a launch, and what the kernels read of each."""
+"""Calls that can share a launch, and what the kernels read of each."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Together:
 
 
 def key(call: AttentionCall, plan: Plan) -> Hashable | None:
-    """What is alike of calls that can share a launch; None of one that has to run alone.
+    """Whatever is alike of calls that can share a launch; None of one that has to run alone.
 
     K and V lie in the pages of one cache as they are, and the rows of q in one tensor.
     """

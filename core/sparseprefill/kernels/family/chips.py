@@ -1,4 +1,4 @@
-"""What GPU this is: one row of facts for each chip, by name. Kernels, launchers and plugins ask here alone.
+"""The GPU at hand: one row of facts for each chip, by name. Kernels, launchers and plugins ask here alone.
 
 A fact that was measured on one chip stands in its row alone; a new chip is a new row.
 """
@@ -37,7 +37,7 @@ class Chip:
 
 
 PLAIN = Chip(capability=NONE)
-"""Where nothing is known: the interpreter, AMD's GPUs, and NVIDIA's before 8.9."""
+"""Facts where nothing is known: the interpreter, AMD's GPUs, and NVIDIA's before 8.9."""
 NEWER = Chip(capability=(12, 0), e4m3=True, cudnn=True)
 """GPUs with less shared memory than the large ones, and those that are not out yet."""
 CHIPS = {
@@ -84,5 +84,5 @@ def chip(device: torch.device) -> Chip:
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """How many a GPU has."""
+    """Number that a GPU has."""
     return torch.cuda.get_device_properties(device).multi_processor_count

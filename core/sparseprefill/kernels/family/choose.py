@@ -1,4 +1,4 @@
-"""Which kernel serves a call: records are asked by rank, refusals keep their reasons, and failures are remembered."""
+"""The choice of the kernel that serves a call: records are asked by rank, refusals keep their reasons, and failures are remembered."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 @frozen
 class Refusal:
-    """Why a kernel does not serve a call."""
+    """A kernel's reason not to serve a call."""
 
     kernel: str
     reason: str
@@ -44,7 +44,7 @@ class Refusal:
 
 @frozen(eq=False)
 class Choice:
-    """Which kernel serves a call, and as what.
+    """The kernel that serves a call, and as what.
 
     call: the call to read from; its K and V are copied out of their pages where the kernel is to get a copy. wanted:
     what is asked of it, in the call's precision where no kernel serves the one that was asked for. refused: those that
@@ -95,7 +95,7 @@ def _above() -> Any:
 
 
 def precisions() -> tuple[str, ...]:
-    """What executors may be asked to compute in: the call's precision, and those of all records."""
+    """Precisions that executors may be asked to compute in: the call's precision, and those of all records."""
     return tuple(dict.fromkeys([EXACT, *(one for family in families() for one in family.features.precisions)]))
 
 
@@ -106,7 +106,7 @@ def a_precision(owner: Any, attribute: Attribute[Any], value: Any) -> None:
 
 
 def unmet(precision: str) -> Refusal:
-    """Why a call is computed in its own precision on a device whose kernels have no other."""
+    """Reason for which a call is computed in its own precision on a device whose kernels have no other."""
     return Refusal(precision, "no kernel for it runs on this device")
 
 
@@ -170,7 +170,7 @@ def _given(family: Family, call: AttentionCall, mask: SparseMask, wanted: Wanted
 
 
 def launched(choice: Choice, job: Job) -> Launched | None:
-    """What the chosen kernel leaves; None where this variant of it fails here, so that `choose` has to be asked again.
+    """Results that the chosen kernel leaves; None where this variant of it fails here, so that `choose` has to be asked again.
 
     Of the last in line the error is the caller's, and so is a lack of memory.
     """
@@ -186,7 +186,7 @@ def launched(choice: Choice, job: Job) -> Launched | None:
 
 
 def variant(call: AttentionCall, mask: SparseMask, wanted: Wanted) -> Hashable:
-    """What a kernel is compiled for, but for its carry and state: one that fails says nothing of the others."""
+    """Things that a kernel is compiled for, but for its carry and state: one that fails says nothing of the others."""
     lists = (mask.has_tiles, mask.stripes is not None, mask.disjoint)
     optional = tuple(x is not None for x in (call.starts, call.lengths, call.sinks))
     page = None if call.pages is None else (call.pages.page, call.pages.k.dtype)
@@ -196,7 +196,7 @@ def variant(call: AttentionCall, mask: SparseMask, wanted: Wanted) -> Hashable:
 
 
 def _other_chip(family: Family, device: torch.device) -> str:
-    """Why a kernel of other chips does not run on a GPU."""
+    """Reason for which a kernel of other chips does not run on a GPU."""
     chips = [one for one in family.rank if one != NONE] if not isinstance(family.rank, int) else []
     numbers = " or ".join("{}.{}".format(*one) for one in sorted(chips))
     which = "is AMD's" if amd(device) else "has {}.{}".format(*capability(device))
@@ -218,7 +218,7 @@ def fail(family: Family, which: Hashable, error: Exception) -> str:
 
 
 def _failure(family: Family, which: Hashable) -> str | None:
-    """Why a variant of a kernel does not work here, in one line; None where it was not found to fail."""
+    """Reason for which a variant of a kernel does not work here, in one line; None where it was not found to fail."""
     error = FAILED.get((family.name, which)) if FAILED else None
     if error is None:
         return None

@@ -1,4 +1,4 @@
-"""When the Hopper kernel serves a call, and its launch; `record` says what it can do."""
+"""The calls that the Hopper kernel serves, and its launch; `record` says what it can do."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ SAMPLED = 4
 computed twice by one multiprocessor while most others wait."""
 NOTHING = Eight(*(None,) * 8)
 FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
-"""What the producer converts."""
+"""Types that the producer converts."""
 LEAST_PAGE = 16
 """Tokens of the smallest page: 8 rows make one period of shared memory's swizzle."""
 LONG, COPY = 1 << 15, 1 << 30
@@ -76,7 +76,7 @@ SCRATCH = 16
 
 
 def objection(call: AttentionCall, mask: SparseMask, wanted: Wanted) -> str | None:
-    """Why another kernel has to serve a call that the record's features allow, or None."""
+    """Reason for which another kernel has to serve a call that the record's features allow, or None."""
     reason = _shape_objection(call, mask)
     if reason is not None:
         return reason
@@ -98,14 +98,14 @@ def copied(call: AttentionCall, mask: SparseMask, wanted: Wanted) -> bool:
 
 
 def _shape_objection(call: AttentionCall, mask: SparseMask) -> str | None:
-    """Why the kernel cannot run a call, whatever K and V are read from; None if it can."""
+    """Reason for which the kernel cannot run a call, whatever K and V are read from; None if it can."""
     if mask.tile_q % BLOCK_M or mask.tile_k < 64 or mask.tile_k & (mask.tile_k - 1):
         return f"tiles of {mask.tile_q} x {mask.tile_k}"
     return None if aligned(call.q) else "rows that are not aligned to 16 bytes"
 
 
 def _pages_objection(call: AttentionCall, pages: Pages, skips: bool) -> str | None:
-    """Why the kernel cannot read these pages, or None."""
+    """Reason for which the kernel cannot read these pages, or None."""
     fp8 = pages.k.dtype in FORMATS
     if pages.converted and (skips or not fp8):
         return f"pages of {pages.k.dtype} that are read as {pages.dtype}"
@@ -140,7 +140,7 @@ def better_copied(call: AttentionCall, mask: SparseMask) -> bool:
 
 
 def unrounded(call: AttentionCall, mask: SparseMask) -> str | None:
-    """Why a call that the kernel serves is not done in 8 bits, or None. Sizes and features alone; no device is asked."""
+    """Reason for which a call that the kernel serves is not done in 8 bits, or None. Sizes and features alone; no device is asked."""
     if call.q.shape[3] != TILE.value:
         return f"head dimension {call.q.shape[3]}; {TILE.value} is the one with 8 bits"
     if mask.stripes is not None or mask.tiles is None:

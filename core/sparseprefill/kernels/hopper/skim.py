@@ -45,7 +45,7 @@ def judge(s, m, bound, real, ring, skip, stage, NUMBER: gl.constexpr, scale):
 
 @gluon.jit
 def pairs_of(positions, position, real, LAYOUT: gl.constexpr):
-    """How many pairs of real rows a masked step has."""
+    """Number of pairs of real rows in a masked step."""
     at = positions.load(LAYOUT).to(gl.uint32, bitcast=True)  # [BLOCK_N]
     seen = (at[None, :] <= position.to(gl.uint32, bitcast=True)[:, None]) & real[:, None]  # [half, BLOCK_N]
     return gl.sum(gl.sum(gl.where(seen, 1, 0), 1), 0)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from sparseprefill.mask.geometry import Geometry
 
 ROOM, TALL, WIDE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-"""How lists lie in their storage: all with equal room; as long as causality allows, tiles taller or wider than long."""
+"""Ways in which lists lie in their storage: all with equal room; as long as causality allows, tiles taller or wider than long."""
 
 
 class Map(NamedTuple):
@@ -92,7 +92,7 @@ def span(tile, columns, window, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, WIND
 
 @triton.jit
 def _map_row(tiles, batch, head, tile, first_position, TILE_Q: tl.constexpr, PER_ROW: tl.constexpr):
-    """Where the entries of a query tile begin, in a map with one row for PER_ROW query tiles."""
+    """Address of the first entry of a query tile, in a map with one row for PER_ROW query tiles."""
     row = floor_div(tile, PER_ROW) - floor_div(first_position, TILE_Q * PER_ROW)
     row = tl.minimum(tl.maximum(row, 0), tiles.rows - 1)
     line = tiles.ptr + batch.to(tl.int64) * tiles.stride_b + (head // tiles.share).to(tl.int64) * tiles.stride_h

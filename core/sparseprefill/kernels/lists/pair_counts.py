@@ -30,7 +30,7 @@ class Rows(NamedTuple):
 
 @triton.jit
 def _below(indices_ptr, count, bound, steps):
-    """How many entries of an ascending list are < bound, for each entry of `bound`. 2 ** steps > count."""
+    """Number of entries < bound in an ascending list, for each entry of `bound`. 2 ** steps > count."""
     low = bound * 0
     high = low + count
     for _ in range(steps):

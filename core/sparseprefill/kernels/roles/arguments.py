@@ -1,4 +1,4 @@
-"""What the kernel and its roles are handed, as tuples, and how the roles talk.
+"""Arguments of the kernel and its roles, as tuples, and how the roles talk.
 
 A launcher fills `Arguments`, which a launch takes apart (`attention.arguments.flat`); the kernel builds its tuples again.
 A field may be None, which device code asks for (``mask.bitmap is not None``); the branch is decided when it is compiled.
@@ -94,7 +94,7 @@ class Raw(NamedTuple):
 
 
 class Eight(NamedTuple):
-    """What `quantise` makes of K and V for steps in 8 bits; all None where there are none.
+    """K and V as `quantise` makes them for steps in 8 bits; all None where there are none.
 
     k_desc, v_desc: of int8 keys ``[B, Hkv, Nkv, D]`` and of e4m3 values, transposed, ``[B, Hkv, D, places]``. k_scale:
     float32 ``[B * Hkv, tiles]``, factors of key tiles. k_mean, v_mean: float32 ``[B * Hkv, D]``. v_scale, v_inverse: what
@@ -185,7 +185,7 @@ class Cache(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """Where results go: either out and lse, or a state. sinks: logits that join the denominator of out, or None.
+    """Places of the results: either out and lse, or a state. sinks: logits that join the denominator of out, or None.
 
     nonfinite: int8 ``[B * Hq * blocks]``, 1 where a sum of the block is NaN or infinite. v_scale: factor on the values of
     an fp8 cache, or None; a pointer among the arguments, the number itself for the roles.

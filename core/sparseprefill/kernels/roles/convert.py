@@ -77,7 +77,7 @@ def keys_at(j, tiles, seen, tile_ptr, stripe_ptr, number, shape):
 
 @gluon.jit
 def rows_at(at, table_ptr, kv_len, cache, shape):
-    """Where the rows of keys `at` begin, in words from the first row of their head, int64 ``[BLOCK_N]``; of keys behind
+    """First words of the rows of keys `at`, in words from the first row of their head, int64 ``[BLOCK_N]``; of keys behind
     the request's last, where the first one's does."""
     row = row_in_cache(table_ptr, gl.where(at < kv_len, at, 0), cache.stride_kb, shape.PAGE).to(gl.uint32, bitcast=True)
     return (row.to(gl.uint64) * cache.stride_kn.to(gl.uint32, bitcast=True).to(gl.uint64)).to(gl.int64)

@@ -13,7 +13,7 @@ from sparseprefill.kernels.roles.ring import advance
 
 @gluon.jit
 def step_at(j, tiles, crossing, PARTS: gl.constexpr):
-    """Which step of an ascending list comes j-th: the crossing ones from the last, those of the first tile, the rest."""
+    """The step of an ascending list that comes j-th: the crossing ones from the last, those of the first tile, the rest."""
     head = gl.minimum(PARTS, tiles - crossing)
     first = gl.where(j < crossing + head, crossing + head - 1 - j, tiles - 1 - j + head)
     return gl.where(j < crossing, tiles - 1 - j, first)
@@ -29,7 +29,7 @@ def key_at(tile_ptr, j, tiles, crossing, shape):
 
 @gluon.jit
 def vote_of(skip, slot):
-    """What one consumer has said of a step."""
+    """One consumer's vote on a step."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     return gl.max(skip.votes.index(slot).load(one), 0)
 

@@ -1,4 +1,4 @@
-"""Where rows lie: those of a batch, of requests in its place, and a step of keys or values in a tensor or in pages."""
+"""Places of rows: those of a batch, of requests in its place, and a step of keys or values in a tensor or in pages."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def keys_of(sizes, b):
 
 @gluon.jit
 def head_of(sizes, bh):
-    """Which head of the mask's lists: requests have lists of their own."""
+    """The head of the mask's lists: requests have lists of their own."""
     head = bh
     if sizes.requests is not None:
         head = bh % sizes.heads
@@ -137,7 +137,7 @@ def load_step(desc, entries, b, head, key, start, ready, smem, stage, shape):
 
 @gluon.jit
 def boxes_of_columns(list_ptr, table_ptr, first, seen, b, start, shape):
-    """Where the boxes of a step of columns stand, the first and the third coordinate of each: a page's or batch row `b`
+    """Places of the boxes of a step of columns, the first and the third coordinate of each: a page's or batch row `b`
     with its first key `start`, and the row there. first: number of the step's first key among the list's, of which
     `seen` count; boxes behind these lie outside, so that the copy engine fills zeros."""
     outer = ()
@@ -169,5 +169,5 @@ def load_boxes(desc, outer, inner, head, ready, smem, stage, shape):
 
 @gluon.jit
 def row_in_cache(table_ptr, at, page_rows, PAGE: gl.constexpr):
-    """Where keys `at` stand, in rows of one head, of which a page is `page_rows` from the next."""
+    """Place of keys `at`, in rows of one head, of which a page is `page_rows` from the next."""
     return gl.load(table_ptr + at // PAGE) * page_rows + at % PAGE

@@ -111,7 +111,7 @@ def send_columns(
 def gather_columns(
     ring, cache, stripe_ptr, bitmap_ptr, table, seen, unmasked, b, hk, start, stage, phase, sizes, shape
 ):  # fmt: skip
-    """What `send_columns` does, for columns of any width: row by row, with asynchronous copies. Consumers are told of a
+    """The work of `send_columns` for columns of any width: row by row, with asynchronous copies. Consumers are told of a
     step while the next one's copies are under way; `PAGE`: rows are where `ring.cache_rows` says."""
     BLOCK_N: gl.constexpr = shape.BLOCK_N
     D: gl.constexpr = shape.D

@@ -1,4 +1,4 @@
-"""What the roles do with slots and steps of the ring: walk them in turn, and make weights of logits."""
+"""Slots and steps of the ring in the roles' hands: walk them in turn, and make weights of logits."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def query_block(item, sizes):
 
 @gluon.jit
 def item_rows(item, sizes, shape):
-    """Where an item lies: head of the batch, query block, the row's length, the position of its first query, the query
+    """Place of an item: head of the batch, query block, the row's length, the position of its first query, the query
     tile and the position of the block's first row."""
     per_tile: gl.constexpr = shape.TILE_Q // shape.BLOCK_M
     bh = item // sizes.blocks
@@ -105,7 +105,7 @@ def take(work, mask, eight, slot, turn):
 
 @gluon.jit
 def count_up_to(list_ptr, count, bound, WIDTH: gl.constexpr):
-    """How many keys of an ascending list of columns, each WIDTH keys wide, are <= bound; one load where all are."""
+    """Number of keys <= bound in an ascending list of columns, each WIDTH keys wide; one load where all are."""
     end = bound
     if WIDTH > 1:
         bound = floor_div(end, WIDTH)

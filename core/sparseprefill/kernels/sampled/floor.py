@@ -276,7 +276,7 @@ def raised(
     by_tile: tuple[Tensor, Tensor | None], at: Stretches, held: Held, grid: tuple[int, int], *,
     target: float, dense_from: float, neighbours: bool,
 ) -> Raised:  # fmt: skip
-    """What a floor adds. by_tile: natural LSE of each sampled row in each key tile, float32 ``[B, Hq, n, C]``, over all
+    """The tiles that a floor adds. by_tile: natural LSE of each sampled row in each key tile, float32 ``[B, Hq, n, C]``, over all
     keys, and over those of stripes, if there are any. At most `MOST_COLUMNS` key tiles. Four launches."""
     every, kept = by_tile
     (batch, heads, samples, columns), rows = every.shape, at.of.shape[1]

@@ -19,7 +19,7 @@ def _term(p, both):
 
 @triton.jit
 def js_terms(p, q):
-    """What each pair of entries adds to twice the Jensen-Shannon divergence, in nats; see `pooled.js_distance`."""
+    """Each pair of entries' part of twice the Jensen-Shannon divergence, in nats; see `pooled.js_distance`."""
     p, q = tl.where(p < TINY, 0.0, p), tl.where(q < TINY, 0.0, q)
     both = tl.where(p + q == 0.0, 1.0, p + q)
     return _term(p, both) + _term(q, both)

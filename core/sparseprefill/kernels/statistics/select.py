@@ -81,7 +81,7 @@ def _within(mass, count, bound, least, most, BOUNDED: tl.constexpr):
 
 @triton.jit
 def _ties(mass, count, value, scale, bound, least, most, BOUNDED: tl.constexpr):
-    """How many entries of the least value are kept, by mass and count of those above."""
+    """Number of entries of the least value that are kept, by mass and count of those above."""
     upper, lower = _halves(value, scale)
     unit = (upper.to(tl.int64) << HALF) + lower.to(tl.int64)
     room = tl.where(bound > 0, tl.maximum(bound - mass, 0), 0)
