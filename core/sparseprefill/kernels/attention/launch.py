@@ -193,13 +193,13 @@ def forward(job: Job) -> Launched:
     return Launched(repaired=True, voting=voting)
 
 
-def _repair(arguments: list[Any], options: dict[str, Any], flags: int) -> None:
+def _repair(arguments: tuple[Any, ...], options: dict[str, Any], flags: int) -> None:
     """The portable kernel over the query blocks that are flagged. flags: query blocks of all heads."""
     programs = min(-(-flags // FLAGS.value), REPAIRERS)
     sparse_attention_fwd_kernel[(programs,)](*arguments, **options, REPAIR=True)
 
 
-def _ready(job: Job, nonfinite: Tensor, chosen: Settings) -> tuple[list[Any], dict[str, Any]]:
+def _ready(job: Job, nonfinite: Tensor, chosen: Settings) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments and constants of the portable kernel."""
     given, call, mask = job.arguments, job.call, job.mask
     given = given._replace(outputs=given.outputs._replace(nonfinite=nonfinite), flags=nonfinite.numel())
