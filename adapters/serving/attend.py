@@ -54,9 +54,9 @@ def run(
         waiting.clear()
 
     def fill(part: Part, found: Tensor | None) -> None:
-        rows, out = query[part.begin : part.end], output[part.begin : part.end]
+        out = output[part.begin : part.end]
         if found is None:
-            stock(part, rows, out)
+            stock(part, query[part.begin : part.end], out)
         else:
             out.copy_(found[0].transpose(0, 1))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from functools import reduce
 from typing import TYPE_CHECKING
 
 import torch
@@ -58,7 +59,7 @@ class Uncounted:
             return self
         device = self.geometry.device
         with torch.cuda.device(device if device.type == "cuda" else -1):
-            return evolve(self, lists=(), pairs=torch.stack([one.pairs() for one in self.lists]).sum(0))
+            return evolve(self, lists=(), pairs=reduce(torch.add, (one.pairs() for one in self.lists)))
 
     def count(self) -> tuple[int, int]:
         """Computed and allowed pairs over batch and heads (host sync)."""

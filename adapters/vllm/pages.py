@@ -27,7 +27,7 @@ def pages_of(
     fp8: the type of the cache's numbers, where it is stored as bytes; scales, of K and V, then go with it.
     copies: see `Pages`.
     """
-    k, v = cache.transpose(1, 2).split(head_size, dim=-1)
+    k, v = cache.transpose(1, 2).split_with_sizes((head_size, head_size), dim=-1)
     if fp8 is None or scales is None:
         return Pages(k, v, table, length, dtype=dtype, copies=copies)
     k_scale, v_scale = scales

@@ -66,8 +66,11 @@ def in_8_bits(call: AttentionCall, precision: str) -> bool:
 
 def remark(call: AttentionCall, config: RowMaxConfig) -> str:
     """Reason for which the portable kernel chooses where the one for Hopper would; empty elsewhere."""
-    if not _for_hopper(call, config):
-        return ""
+    return _unserved(config) if _for_hopper(call, config) else ""
+
+
+def _unserved(config: RowMaxConfig) -> str:
+    """Reason for which the kernel for Hopper does not serve calls that it could serve; empty where it does."""
     if config.column < kernels.NARROWEST:
         served = f"columns of {kernels.NARROWEST} keys or more"
         return f"rowmax's kernel for Hopper takes {served}: the portable one serves width={config.column}"
@@ -145,7 +148,7 @@ def _find(
         "BLOCK_D": block(size),
         "SOFTCAP": call.softcap is not None,
     }
-    hopper = _module() if _for_hopper(call, config) and not remark(call, config) else None
+    hopper = _module() if _for_hopper(call, config) and not _unserved(config) else None
     if hopper is not None:
         try:
             hopper.hopper_maxima_kernel[(pairs * cdiv(blocks, 2), parts)](

@@ -43,5 +43,6 @@ def test_the_hopper_kernel_takes_what_its_launcher_fills() -> None:
 
 def test_flat_takes_tuples_apart_in_order() -> None:
     given = portable.Cache(portable.Matrix(*range(6)), portable.Matrix(*range(6, 12)), None)
-    assert [*range(12), None] == portable.flat(given)
-    assert [1, *range(12), None, [2]] == portable.flat((1, (given, ()), [2]))
+    assert (*range(12), None) == portable.flat(given)
+    state = portable.State((1, 2), [3], None)  # what fields hold is left alone
+    assert (0, 1, (1, 2), [3], None, *range(2, 10)) == portable.flat(portable.Outputs(0, 1, state, *range(2, 10)))

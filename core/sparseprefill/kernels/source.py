@@ -105,5 +105,5 @@ def packed(x: Tensor) -> Tensor:
 
 def aligned(x: Tensor) -> bool:
     """True if all rows of ``[B, H, N, D]`` begin at multiples of 16 bytes, as tensor descriptors need."""
-    size = x.element_size()
-    return x.data_ptr() % 16 == 0 and all(stride * size % 16 == 0 for stride in x.stride()[:3])
+    batch, head, row, _ = x.stride()
+    return not (x.data_ptr() | (batch | head | row) * x.element_size()) % 16  # asked often: every launch does

@@ -227,7 +227,12 @@ class TileMap:
 
     @cached_property
     def lists(self) -> IndexLists:
-        """The tiles as lists; one launch on a GPU."""
+        """The tiles as lists; one launch on a GPU. Of rules that say the same in every layer they are made once."""
+        if self.keep is None and not self.by_head and not isinstance(self.dense, Tensor):
+            return _ruled(self.geometry, self.tile_q, self.tile_k, self.band, self.sink, self.dense)
+        return self._lists()
+
+    def _lists(self) -> IndexLists:
         if kernels.serve_device(self.geometry.device):
             from sparseprefill.kernels.lists.maps import encode
 
@@ -338,3 +343,11 @@ class TileMap:
             states = row_hash(geometry, tile_q, self.random.state, self.first_head)
             kept = kept | hashed_below(states, shape[3], self.random.bound)
         return kept
+
+
+@kept_by_sizes()
+def _ruled(
+    geometry: Geometry, tile_q: int, tile_k: int, band: int | None, sink: int, dense: tuple[int, int] | None
+) -> IndexLists:
+    """The lists of rules by place alone. Nobody may write to them."""
+    return TileMap(geometry=geometry, tile_q=tile_q, tile_k=tile_k, band=band, sink=sink, dense=dense)._lists()

@@ -11,7 +11,10 @@ begin behind those of the first request, which are the kernel's arguments.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from functools import cache
+from operator import attrgetter
+from typing import Any, NamedTuple, get_type_hints
 
 import triton
 import triton.language as tl
@@ -168,15 +171,23 @@ class Arguments(NamedTuple):
     flags: Any
 
 
-def flat(arguments: tuple[Any, ...]) -> list[Any]:
-    """The fields of tuples of tuples, in order: what a kernel's flat signature takes."""
-    found: list[Any] = []
-    for one in arguments:
-        if isinstance(one, tuple):
-            found += flat(one)
-        else:
-            found.append(one)
+def flat(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The fields of named tuples of named tuples, in order: what a kernel's flat signature takes."""
+    found: tuple[Any, ...] = _fields(type(arguments))(arguments)
     return found
+
+
+@cache
+def _fields(kind: type[tuple[Any, ...]]) -> attrgetter[Any]:
+    """What takes a launcher's tuples apart, by the types of their fields: every launch asks."""
+    return attrgetter(*_ways(kind))
+
+
+def _ways(kind: type[tuple[Any, ...]]) -> Iterator[str]:
+    """The way to each field, such as ``mask.tiles.counts``."""
+    for name, of in get_type_hints(kind).items():
+        inner = isinstance(of, type) and issubclass(of, tuple)
+        yield from (f"{name}.{way}" for way in _ways(of)) if inner else (name,)
 
 
 class Shape(NamedTuple):

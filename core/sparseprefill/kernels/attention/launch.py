@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
+from attrs import evolve
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -169,7 +170,7 @@ def _arguments(
     thresholds = None if below is None else below.contiguous()
     return Arguments(
         Queries(q, *strides(q)),
-        _cache(Source.of(call), chosen, call),
+        _cache(Source.of(call)),
         Mask(Lists(*lists[:3]), Lists(*lists[3:]), bitmap, *grid),
         _state(carry),
         Outputs(out, lse, _state(state), None, call.sinks, counted, *out_strides),
@@ -186,20 +187,20 @@ def forward(job: Job) -> Launched:
     # Requests with fewer blocks than the longest leave flags unwritten.
     make = torch.empty if job.requests is None else torch.zeros
     nonfinite = make(blocks * lines, dtype=torch.int8, device=job.call.q.device)
-    arguments, options = _ready(job, nonfinite, chosen)
+    arguments, options = _ready(_described(job, chosen), nonfinite, chosen)
     sparse_attention_fwd_kernel[(blocks, lines)](*arguments, **options, REPAIR=False)
     _repair(arguments, options, nonfinite.numel())
     voting = (chosen.block_m, chosen.block_m, chosen.block_n) if job.wanted.skips else None
     return Launched(repaired=True, voting=voting)
 
 
-def _repair(arguments: list[Any], options: dict[str, Any], flags: int) -> None:
+def _repair(arguments: tuple[Any, ...], options: dict[str, Any], flags: int) -> None:
     """The portable kernel over the query blocks that are flagged. flags: query blocks of all heads."""
     programs = min(-(-flags // FLAGS.value), REPAIRERS)
     sparse_attention_fwd_kernel[(programs,)](*arguments, **options, REPAIR=True)
 
 
-def _ready(job: Job, nonfinite: Tensor, chosen: Settings) -> tuple[list[Any], dict[str, Any]]:
+def _ready(job: Job, nonfinite: Tensor, chosen: Settings) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments and constants of the portable kernel."""
     given, call, mask = job.arguments, job.call, job.mask
     given = given._replace(outputs=given.outputs._replace(nonfinite=nonfinite), flags=nonfinite.numel())
@@ -278,15 +279,26 @@ def _state(state: SoftmaxState | State | None) -> State:
     return State(None, None, None) if state is None else State(*(x.contiguous() for x in (state.m, state.l, state.acc)))
 
 
-def _cache(source: Source, chosen: Settings, call: AttentionCall) -> Cache:
-    tma = _tma(source, chosen)
+def _cache(source: Source) -> Cache:
+    """K and V, read by pointers: so does the repair behind other kernels, which is launched for every call and seldom
+    has anything to do, while each descriptor takes the host several microseconds."""
+    page = source.page
+    k = Matrix(source.k, None, source.k_scale, *strides(source.k, page))
+    return Cache(k, Matrix(source.v, None, source.v_scale, *strides(source.v, page)), source.table)
 
-    def matrix(x: Tensor, scale: Tensor | None, width: int) -> Matrix:
+
+def _described(job: Job, chosen: Settings) -> Job:
+    """The launch with descriptors of K and V, where the copy engine can bring them."""
+    if not _tma(Source.of(job.call), chosen):
+        return job
+    given, call = job.arguments, job.call
+
+    def matrix(x: Matrix, width: int) -> Matrix:
         block = [1, 1, chosen.block_n, power_of_two(width)]
-        return Matrix(x, TensorDescriptor.from_tensor(x, block) if tma else None, scale, *strides(x, source.page))
+        return x._replace(desc=TensorDescriptor.from_tensor(x.ptr, block))
 
-    k = matrix(source.k, source.k_scale, call.q.shape[-1])
-    return Cache(k, matrix(source.v, source.v_scale, call.value_dim), source.table)
+    k, v = matrix(given.cache.k, call.q.shape[-1]), matrix(given.cache.v, call.value_dim)
+    return evolve(job, arguments=given._replace(cache=given.cache._replace(k=k, v=v)))
 
 
 def _tma(source: Source, chosen: Settings) -> bool:

@@ -302,9 +302,10 @@ def _uneven(mask: SparseMask, blocks: int) -> bool:
 
 
 def _keys(mask: SparseMask) -> Tensor:
-    """``[items]``: keys in the lists of each query block, as items are numbered: a head's from the last block on."""
-    counts = [one.lists.counts * one.width for one in mask.regrouped(1).blocks]
-    keys = sum(counts[1:], counts[0])
+    """``[items]``: how long the lists of each query block are, in tiles, or in stripes where the mask has some; as items
+    are numbered: a head's from the last block on."""
+    counts = [one.lists.counts for one in mask.regrouped(1).blocks]
+    keys = counts[0] if len(counts) < 2 else torch.add(counts[1], counts[0], alpha=mask.tile_k // mask.stripe_width)
     if mask.tile_q > BLOCK_M:
         keys = keys.repeat_interleave(mask.tile_q // BLOCK_M, dim=2)
     return keys.flip(2).flatten()

@@ -159,9 +159,9 @@ def pair_counts(
     tile_q, tile_k, group, width = sizes
     rows, groups = geometry.tile_rows(tile_q), geometry.tile_rows(tile_q * group)
     columns = geometry.tile_columns(tile_k)
-    out = torch.zeros(geometry.batch, geometry.heads, rows, dtype=torch.int64, device=geometry.device)
     if tiles is None and stripes is None:
-        return out.sum(-1)
+        return torch.zeros(geometry.batch, geometry.heads, dtype=torch.int64, device=geometry.device)
+    out = torch.empty(geometry.batch, geometry.heads, rows, dtype=torch.int64, device=geometry.device)
     held = None
     if tiles is not None and stripes is not None and not disjoint:
         counts = stripes[0]
