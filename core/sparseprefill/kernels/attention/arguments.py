@@ -179,7 +179,7 @@ def flat(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 
 @cache
 def _fields(kind: type[tuple[Any, ...]]) -> attrgetter[Any]:
-    """What takes a launcher's tuples apart, by the types of their fields: every launch asks."""
+    """The getter that takes a launcher's tuples apart, by the types of their fields: every launch asks."""
     return attrgetter(*_ways(kind))
 
 
