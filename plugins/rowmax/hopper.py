@@ -414,5 +414,10 @@ def layouts(width: int) -> dict[str, Any]:
 def descriptor(k: Tensor) -> TensorDescriptor:
     """A descriptor of the rounded keys ``[B, Hkv, N, D]``: blocks of one key tile."""
     lines, width = k.view(-1, k.shape[-1]), power_of_two(k.shape[-1])
-    layout = NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=8, rank=2)
-    return TensorDescriptor(lines, list(lines.shape), list(lines.stride()), [HOPPER_TILE, width], layout)
+    return TensorDescriptor(lines, list(lines.shape), list(lines.stride()), [HOPPER_TILE, width], _shared(width))
+
+
+@cache
+def _shared(width: int) -> NVMMASharedLayout:
+    """Of a key tile in shared memory."""
+    return NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=8, rank=2)

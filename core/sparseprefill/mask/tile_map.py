@@ -28,6 +28,9 @@ WORD = 0xFFFFFFFF
 STRIDE, RANDOM = 1, 2
 """Uses of a seed: refiners of one seed do not choose alike."""
 
+KEPT = 1 << 16
+"""Tiles of a call up to which lists of rules alone are kept: 256 KB. Longer calls take the GPU longer than the host."""
+
 Word = TypeVar("Word", int, Tensor)
 
 
@@ -227,10 +230,14 @@ class TileMap:
 
     @cached_property
     def lists(self) -> IndexLists:
-        """The tiles as lists; one launch on a GPU. Of rules that say the same in every layer they are made once."""
-        if self.keep is None and not self.by_head and not isinstance(self.dense, Tensor):
-            return _ruled(self.geometry, self.tile_q, self.tile_k, self.band, self.sink, self.dense)
-        return self._lists()
+        """The tiles as lists; one launch on a GPU. Of rules that say the same in every layer they are made once, where
+        they are small."""
+        if self.keep is not None or self.by_head or isinstance(self.dense, Tensor):
+            return self._lists()
+        batch, _, rows, columns = self.geometry.map_shape(self.tile_q, self.tile_k)
+        if batch * rows * columns > KEPT:
+            return self._lists()
+        return _ruled(self.geometry, self.tile_q, self.tile_k, self.band, self.sink, self.dense)
 
     def _lists(self) -> IndexLists:
         if kernels.serve_device(self.geometry.device):

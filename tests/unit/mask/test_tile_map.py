@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import sparseprefill as sp
 from helpers.build import int32, make
+from sparseprefill.mask import tile_map
 from sparseprefill.mask.geometry import Geometry
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.tile_map import Random, Stride, TileMap
@@ -75,6 +76,20 @@ def test_a_chain_of_refiners_makes_lists_once(monkeypatch: pytest.MonkeyPatch) -
     lists = plan.mask.tiles
     assert lists is plan.mask.tiles
     assert [1] == made
+
+
+def test_lists_of_rules_by_place_are_made_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lists(**rules: Any) -> IndexLists:
+        tiles = TileMap(geometry=make(96, 100, heads=4).geometry, tile_q=8, tile_k=8, **rules)
+        assert torch.equal(tiles.plain(), tiles.lists.to_map(13))
+        return tiles.lists
+
+    assert lists(band=0, sink=1, dense=(3, 5)).indices is lists(band=0, sink=1, dense=(3, 5)).indices
+    assert lists(band=0, sink=1).indices is not lists(band=0, sink=1, dense=(3, 5)).indices
+    for rules in ({"stride": Stride(2, 0)}, {"dense": int32(0, 2)[None]}, {"keep": torch.ones(1, 4, 13, 13) > 0}):
+        assert lists(**rules).indices is not lists(**rules).indices
+    monkeypatch.setattr(tile_map, "KEPT", 100)
+    assert lists(band=0, sink=1).indices is not lists(band=0, sink=1).indices
 
 
 def test_a_device_without_a_number_is_the_one_with_one() -> None:
