@@ -123,7 +123,8 @@ def stretched(folder: Path, factor: float) -> dict[str, Any]:
     config = AutoConfig.from_pretrained(folder)
     rope = {**dict(getattr(config, "rope_parameters", None) or {}), "rope_type": "yarn", "factor": factor}
     rope["original_max_position_embeddings"] = config.max_position_embeddings
-    return {"hf_overrides": {"rope_parameters": rope}}
+    longest = int(config.max_position_embeddings * factor)  # of rope alone, vLLM 0.32 takes the length for unstretched
+    return {"hf_overrides": {"rope_parameters": rope, "max_position_embeddings": longest}}
 
 
 def _pair(text: str) -> tuple[int, int]:
