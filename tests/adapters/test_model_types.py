@@ -9,9 +9,10 @@ import os
 
 import pytest
 
-from helpers import model_types, overhead
+from helpers import model_types
 from helpers.model_types import Found, examine
 from helpers.tiny import config_of
+from lab import overhead
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -122,8 +122,8 @@ def _measured(pipeline: Pipeline | Route, layers: Layers, clock: Clock) -> list[
             dense[one] = clock.median(one.run)
         result = plain.run(call, memory.copy())
         shares = result.pairs().sum(0).double() / (allowed_pairs(call.geometry) / call.geometry.heads)
-        whole = clock.median(lambda call=call, memory=memory: plain.run(call, memory.copy()))
-        estimate = clock.median(lambda call=call, memory=memory: plan_only(plain, call, memory.copy()))
+        whole = clock.median(lambda: plain.run(call, memory.copy()))  # noqa: B023 - they run at once
+        estimate = clock.median(lambda: plan_only(plain, call, memory.copy()))  # noqa: B023
         rows.append(Layer(str(call.layer), float(shares.mean()), float(shares.max()), estimate, whole, dense[one]))
     return rows
 

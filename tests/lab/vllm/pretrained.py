@@ -106,8 +106,10 @@ def pretrained(
 def contenders(methods: Sequence[str], configs: Sequence[Path], gate: bool) -> dict[str, dict[str, Any]]:
     """Tables of ``additional_config`` by name; CommandError for two of one name."""
     found: dict[str, dict[str, Any]] = {}
+    made: list[tuple[str, dict[str, Any]]]
     made = [(name, {"method": name, **({} if gate else {"gate": False})}) for name in methods]
-    for name, table in [*made, *((path.stem, {"config": str(path.absolute())}) for path in configs)]:
+    made += [(path.stem, {"config": str(path.absolute())}) for path in configs]
+    for name, table in made:
         if name in found or name == "off":
             raise CommandError(f"--method, --config: {name!r} stands for two contenders: give a file another name")
         found[name] = table

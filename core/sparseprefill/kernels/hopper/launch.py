@@ -321,6 +321,9 @@ def _descriptor(x: Tensor, rows: int, columns: int | None = None) -> TensorDescr
     return TensorDescriptor(x, list(x.shape), list(x.stride()), block, LAYOUT)
 
 
+Pair = tuple[TensorDescriptor | None, TensorDescriptor | None]
+
+
 def _box(mask: SparseMask, source: Source, block_n: int) -> int:
     """Keys of a stripe that the copy engine brings at once, fewer than a step has; 0 where it is to gather them."""
     if mask.stripes is None or mask.stripe_width < LEAST_PAGE or source.k.dtype in FORMATS:
@@ -331,13 +334,13 @@ def _box(mask: SparseMask, source: Source, block_n: int) -> int:
 def _cache(source: Source, block_n: int, box: int) -> Cache:
     """Keys and values as the kernel reads them: of pages, `stride_b` counts rows from one to the next."""
     k, v = source.k, source.v
-    boxes: tuple[TensorDescriptor | None, TensorDescriptor | None] = (None, None)
+    tiles: Pair = (None, None)
+    boxes: Pair = (None, None)
     if not source.page:
         if box:
             boxes = _descriptor(k, box, PANEL.value), _descriptor(v, box, PANEL.value)
         tiles = _descriptor(k, block_n), _descriptor(v, block_n)
         return Cache(*tiles, *boxes, k, v, None, *strides(k), *strides(v))
-    tiles = (None, None)
     if k.dtype in FORMATS:  # words of four numbers
         k, v = k.view(torch.int32), v.view(torch.int32)
     else:
