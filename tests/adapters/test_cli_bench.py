@@ -49,7 +49,7 @@ def test_a_table_at_another_length() -> None:
     result = made(*TINY, "--table", "executor", "--json", "-")
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout)["rows"]
-    assert len(rows) == 10
+    assert len(rows) == 13
     assert {row["table"] for row in rows} == {"executor"}
     assert rows[0]["density"] == 1.0
 

@@ -67,7 +67,7 @@ def test_bench_shows_the_rows_that_it_has(monkeypatch: pytest.MonkeyPatch) -> No
     assert "tiles 0.5" in result.stdout
     assert "tiles 0.25" not in result.stdout
     assert [row["what"] for row in json.loads(Path("rows.json").read_text())["rows"]] == ["full", "tiles 0.5"]
-    assert "stopped after 2 of 10 rows; written: rows.json" in words(result)
+    assert "stopped after 2 of 13 rows; written: rows.json" in words(result)
 
 
 def test_bench_of_models_shows_the_lengths_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,11 +141,11 @@ def test_a_real_interrupt() -> None:
     """From the terminal, with a bar on it."""
     longer = ("--seconds", "1", "--rounds", "1000000")
     terminal = Terminal(["-m", "lab.bench", *BENCH, *longer], 100, {"PYTHONPATH": TESTS})
-    terminal.wait_for(" 1/10 ")
+    terminal.wait_for(" 1/13 ")
     terminal.interrupt()
     code, text = terminal.end()
     assert code == 130, text
-    assert "stopped after 1 of 10 rows; nothing was written" in text
+    assert "stopped after 1 of 13 rows; nothing was written" in text
     assert "Traceback" not in text
 
 
