@@ -214,14 +214,16 @@ class IndexLists:
         """The lists of one head where all heads have the same, else all of them."""
         return self[:, :1] if self.same_heads else self
 
-    def of_rows(self, index: Tensor) -> IndexLists:
-        """The lists of some rows, int64 ``[B, n]``, in the same storage: ``[B, H, n]``."""
-        counts, offsets = (torch.take_along_dim(x, index[:, None], 2) for x in (self.counts, self.offsets))
-        return evolve(self, counts=counts, offsets=offsets)
+    def of_rows(self, index: Tensor | None, without: Tensor | None = None) -> IndexLists:
+        """The lists of some rows, int64 ``[B, n]``, in the same storage: ``[B, H, n]``; None for all as they are.
 
-    def without(self, rows: Tensor) -> IndexLists:
-        """The lists, those of some rows empty, bool ``[B, R]``; in the same storage."""
-        return evolve(self, counts=self.counts.masked_fill(rows[:, None], 0))
+        without: bool ``[B, n]``, which of them are to be empty.
+        """
+        counts, offsets = self.counts, self.offsets
+        if index is not None:
+            counts, offsets = (torch.take_along_dim(x, index[:, None], 2) for x in (counts, offsets))
+        counts = counts if without is None else counts.masked_fill(without[:, None], 0)
+        return evolve(self, counts=counts, offsets=offsets)
 
 
 @kept_by_sizes()

@@ -257,9 +257,10 @@ class SparseMask:
         every = TileMap(geometry=g, tile_q=self.tile_q, tile_k=self.tile_k, dense=rows)
         if exclude is not None and (exclude.stripes is not None or (exclude.tile_q, exclude.tile_k) != mine):
             return self | (SparseMask(g, self.tile_q, self.tile_k, every, disjoint=True) - exclude)
-        group, stripes = (1, self.regrouped(1).stripes) if self.disjoint else (self.group, self.stripes)
+        group, stripes = 1 if self.disjoint else self.group, self.stripes
         if self.disjoint and stripes is not None:
-            stripes = stripes.without(rows_map(g, self.tile_q, rows))
+            groups = None if self.group == 1 else _groups_of(g, self.tile_q, self.group_rows)
+            stripes = stripes.of_rows(groups, without=rows_map(g, self.tile_q, rows))
         if exclude is not None:
             left = exclude.as_map().left_of(rows)
             return evolve(self, tiles=left if tiles is None else self.as_map() | left, group=group, stripes=stripes)
