@@ -387,4 +387,4 @@ def test_a_trained_model_profile_by_profile(tmp_path: Path) -> None:
     assert same["narrow"] < 0.9
     density = {name: ours[0]["figures"]["density"] for name, ours in rows.items()}
     assert (None, None, 1.0) == (density["CPU_ATTN"], density["off"], density["dense"])
-    assert density["narrow"] < 0.2
+    assert density["narrow"] < 0.5
