@@ -401,12 +401,13 @@ def choose_kernel(
     chosen_ptr, maxima_ptr, sums_ptr, sinks_ptr, starts_ptr, lengths_ptr, least, q_offset, q_len, kv_len, window,
     heads, kv_group, first_head, first_tile, blocks, reach, rows, columns, lowest, parts,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, EVERY: tl.constexpr, SHIFT: tl.constexpr, BLOCK_M: tl.constexpr,
-    APART: tl.constexpr,
+    APART: tl.constexpr, BY_MEAN: tl.constexpr,
     MEMBERS: tl.constexpr, UNION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """chosen ``[B, h, rows, columns]``: which columns have a share of 2^least or more for one row of a query tile.
 
-    Of a float type: the largest share instead. APART: only columns from `lowest` to before the query tile's own key
+    BY_MEAN: of 2^least times the mean of the columns that the row may see. Chosen of a float type: the largest share
+    instead. APART: only columns from `lowest` to before the query tile's own key
     tile, and behind that nothing is stored. h: query heads, or with UNION KV heads. One program: COLUMNS columns
     of one query tile, of the MEMBERS heads (a power of two, not all of which need be there) that share an entry;
     their rows, ROWS of each (a power of two), lie side by side. Long rows come first.
@@ -460,6 +461,9 @@ def choose_kernel(
     if chosen_ptr.dtype.element_ty == tl.float32:
         found = tl.math.exp2(tl.max(weight, 0))
     else:
+        if BY_MEAN:
+            first = tl.maximum(position - window + 1, 0) // WIDTH if WINDOW else 0
+            weight = weight + tl.math.log2((tl.maximum(position, 0) // WIDTH - first + 1).to(tl.float32))[:, None]
         # What is no number is not known to be small.
         found = tl.max((seen & ((weight >= least) | (weight != weight))).to(tl.int32), 0).to(tl.int8)
     out = chosen_ptr + (unit.to(tl.int64) * rows + first_tile + tile) * columns

@@ -102,7 +102,8 @@ def _chosen(call: AttentionCall, config: RowMaxConfig, dtype: torch.dtype, *, ap
     members, lines = power_of_two(group) if union else 1, power_of_two(per)
     units = geometry.batch * (call.kv_heads if union else geometry.heads)
     chosen = torch.empty(geometry.batch, units // geometry.batch, rows, columns, dtype=dtype, device=q.device)
-    least = math.log2(config.eps) if config.eps > 0.0 else -math.inf
+    share = config.times if config.eps is None else config.eps
+    least = math.log2(share) if share > 0.0 else -math.inf
     before, unit = geometry.q_offset // tile, math.lcm(per, height) // per
     reach = min(before + rows, geometry.tile_columns(tile)) * each
     size = max(1, MAXIMA // (pairs * reach * math.lcm(per, height))) * unit
@@ -122,7 +123,8 @@ def _chosen(call: AttentionCall, config: RowMaxConfig, dtype: torch.dtype, *, ap
         kernels.choose_kernel[(count, units, cdiv(columns, at_once))](
             chosen.view(torch.int8) if dtype == torch.bool else chosen, maxima, sums, call.sinks, geometry.starts,
             geometry.lengths, least, *sizes, *place, rows, columns, each * int(config.sink), parts,
-            APART=apart, MEMBERS=members, UNION=union, ROWS=lines, COLUMNS=at_once, BLOCK=tile, WIDTH=width,
+            APART=apart, BY_MEAN=config.eps is None, MEMBERS=members, UNION=union, ROWS=lines,
+            COLUMNS=at_once, BLOCK=tile, WIDTH=width,
             EVERY=which.stride, SHIFT=which.shift, BLOCK_M=height, WINDOW=geometry.window is not None,
             num_warps=4, **FUSED,
         )  # fmt: skip

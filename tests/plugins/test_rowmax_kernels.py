@@ -86,6 +86,18 @@ def same(call: AttentionCall, config: RowMaxConfig, bound: float = 1e-4) -> None
         ((actual - config.eps).abs() < bound)[kept != (actual >= config.eps)].all()
     )
     assert bool((kept == (expected >= config.eps))[(expected - config.eps).abs() > bound].all())
+    by_mean(call, config, bound)
+
+
+def by_mean(call: AttentionCall, config: RowMaxConfig, bound: float) -> None:
+    """What the kernels keep by the mean share lies between what PyTorch keeps a little above and a little below it."""
+    config = evolve(config, eps=None, times=2.0)
+    found = launch.kept_tiles(call, config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(core_kernels, "serve", lambda _: False)
+        few, many = (RowMaxEstimator(evolve(config, times=2.0 * (1 + x))).kept(call) for x in (20 * bound, -20 * bound))
+    assert not bool((few & ~found).any())
+    assert not bool((found & ~many).any())
 
 
 def small(patch: pytest.MonkeyPatch, shape: tuple[int, int]) -> None:
