@@ -108,9 +108,8 @@ def chosen(call: AttentionCall, config: RowMaxConfig) -> Tensor:
     width = config.column
     keep = torch.zeros(call.geometry.map_shape(config.block, width), dtype=torch.bool, device=call.q.device)
     for tiles, rows, found in _by_tiles(call, config.block, width, sampling(config, call.group)):
-        least: Tensor | float | None = config.eps
-        if least is None:
-            least = (config.times / _columns_seen(rows.position, call.geometry.window, width)).view(*found.shape[:4], 1)
+        columns = _columns_seen(rows.position, call.geometry.window, width).to(found.dtype)
+        least = (config.times / columns).clamp_(max=config.eps).view(*found.shape[:4], 1)
         # What is no number is not known to be small.
         keep[:, :, tiles, : found.shape[4]] = (~(found < least)).any(3)
     return keep

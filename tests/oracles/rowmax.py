@@ -13,8 +13,8 @@ Shares no code with the plugin. The rule:
   in the window. A softcap is applied to logits.
 - The share of a column is ``exp(m[J] - log(sum of exp(m[J'])))``, the sum over all columns with a key to see; the logit
   of a sink joins the sum.
-- A column is kept if one row of the query tile gives it a share of eps or more; where eps is None, of `times` times the
-  mean of the columns that the row may see. Under a union, if one row of any query
+- A column is kept if one row of the query tile gives it a share of eps or more, or of `times` times the mean of the
+  columns that the row may see. Under a union, if one row of any query
   head of the KV head does.
 - All keys of the query tile's own tile are kept always, those of the first tile where `sink` is set; eps = 0 keeps
   everything.
@@ -35,13 +35,13 @@ from oracles.classic import Keep
 class Parameters:
     """The options of the method."""
 
-    eps: float | None
+    eps: float
     every: int
     block: int
     sink: bool = True
     union: str = "head"
     width: int | None = None
-    times: float = 3.0
+    times: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Head:
         found: set[int] = set()
         for query in self.rows(tile, p):
             shares = self.shares(query, p.width or p.block)
-            least = p.times / len(shares) if p.eps is None else p.eps
+            least = min(p.eps, p.times / len(shares))
             found |= {column for column, share in shares.items() if share >= least}
         return found
 
