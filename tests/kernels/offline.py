@@ -292,13 +292,13 @@ def column_sums(call: AttentionCall) -> object:
 
 def kept_tiles(call: AttentionCall) -> object:
     """rowmax's, in the call's type."""
-    return rowmax.kept_tiles(call, RowMaxConfig(precision="exact"))
+    return rowmax.kept_tiles(call, RowMaxConfig(every=2, width=None, union="group", precision="exact"))
 
 
 def kept_tiles_in_8_bits(call: AttentionCall) -> object:
     """The same by products of e4m3, with a union and under a window."""
     call = evolve(call, window=100, softcap=30.0, sinks=torch.zeros(2))
-    return rowmax.kept_tiles(call, RowMaxConfig(union="group", precision="fp8"))
+    return rowmax.kept_tiles(call, RowMaxConfig(every=2, width=None, union="group", precision="fp8"))
 
 
 def kept_columns(call: AttentionCall) -> object:

@@ -39,7 +39,7 @@ def refined(name: str, *refiners: sp.MaskRefiner) -> sp.Pipeline:
 BUILT: dict[str, Callable[[], sp.Pipeline]] = {
     **{name: partial(method, name) for name in METHODS},
     "rowmax union": lambda: method("rowmax", union="group"),
-    "rowmax columns": lambda: method("rowmax", width=4),
+    "rowmax tiles": lambda: method("rowmax", width=None),
     "kascade map": lambda: method("kascade", anchors=AnchorTable(anchors=(0,), maps=dict.fromkeys((1, 2), HEADS))),
     "share-prefill table": lambda: method("share-prefill", clusters=CLUSTERS),
     "streaming + rescue": lambda: refined("streaming", sp.StrideRescue(3, seed=7), sp.RandomRescue(0.2)),
