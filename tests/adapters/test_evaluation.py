@@ -124,7 +124,8 @@ def test_logits_are_made_of_many_rows_at_once_however_large_the_vocabulary() -> 
     """Or the head would be read from memory for every row."""
 
     class Counted:
-        asked: list[int] = []
+        def __init__(self) -> None:
+            self.asked: list[int] = []
 
         def __len__(self) -> int:
             return 65
@@ -134,8 +135,9 @@ def test_logits_are_made_of_many_rows_at_once_however_large_the_vocabulary() -> 
             self.asked.append(len(made))
             return made
 
-    assert compare(torch.zeros(65, AT_ONCE["cpu"] + 1), Counted()).rows == 65
-    assert Counted.asked == [1, 64]
+    counted = Counted()
+    assert compare(torch.zeros(65, AT_ONCE["cpu"] + 1), counted).rows == 65
+    assert counted.asked == [1, 64]
 
 
 def test_the_rows_tell_mean_percentile_and_worst() -> None:

@@ -71,7 +71,8 @@ def featured(kernel: Family, fields: dict[str, Any]) -> AttentionCall:
         made[name] = torch.tensor(fields[name], dtype=torch.int32, device=DEVICE)
     size = {"portable": (50, 131, 2), "hopper": (500, 1021, 4)}[kernel.name]
     if "sinks" in fields:
-        made["sinks"] = torch.linspace(*fields["sinks"], 2 * size[2], device=DEVICE)
+        first, last = fields["sinks"]
+        made["sinks"] = torch.linspace(first, last, 2 * size[2], device=DEVICE)
     return make(TYPE[kernel.name], DIM[kernel.name], size, **made)
 
 
