@@ -24,23 +24,31 @@ def _columns(config: RowMaxConfig, attribute: Attribute[int | None], value: int 
 class RowMaxConfig:
     """Settings of `rowmax`.
 
-    eps: share that a column's largest logit must have of a row's columns for it to be kept; 0 keeps everything.
-    every: one query row in so many is looked at, by one head of its KV group under a union, else by each; 1 looks at
-    all. block: rows of a query tile, and keys of a tile, in tokens. width: keys of a column, such as 16, a power of two
-    that divides `block`; None for columns as wide as tiles. sink: keep the first key tile of every row. union: "group"
-    gives all query heads of a KV head what any of them keeps, so that they share the rows to be looked at; "head" keeps
-    for each alone. precision: of the logits that are looked at: "exact", in the call's type, where no column is dropped
-    in which such a row gives a key `eps` of its softmax; "fp8", which needs an NVIDIA GPU with 8-bit tensor cores and
-    drops a few of those; or "auto", which is fp8 where that can be and exact elsewhere.
+    eps: share of a row's columns with which a column is kept, by its largest logit; 0 keeps everything. times: or so
+    many times the mean share, ``times / n`` of the n columns that the row may see, where that is less, so that one
+    value serves short rows and long ones; infinity goes by eps alone, as eps=1 goes by `times` alone. every: one query
+    row in so many is looked at, by one head of its KV group under a union, else by each; 1 looks at all. block: rows of
+    a query tile, and keys of a tile, in tokens. width: keys of a column, such as 16, a power of two that divides
+    `block`; None for columns as wide as tiles. sink: keep the first key tile of every row. union: "group" gives all
+    query heads of a KV head what any of them keeps, so that they share the rows to be looked at; "head" keeps for each
+    alone. precision: of the logits that are looked at: "exact", in the call's type, where no column is dropped in which
+    such a row gives a key that share of its softmax; "fp8", which needs an NVIDIA GPU with 8-bit tensor cores and drops
+    a few of those; or "auto", which is fp8 where that can be and exact elsewhere.
     """
 
-    eps: float = field(default=0.02, validator=number(0.0, 1.0))
-    every: int = field(default=2, validator=whole())
+    eps: float = field(default=0.005, validator=number(0.0, 1.0))
+    times: float = field(default=3.0, validator=number(0.0))
+    every: int = field(default=8, validator=whole())
     block: int = field(default=128, validator=multiple_of("every"))
-    width: int | None = field(default=None, validator=_columns)
+    width: int | None = field(default=16, validator=_columns)
     sink: bool = field(default=True, validator=flag())
-    union: str = field(default="group", validator=one_of("head", "group"))
+    union: str = field(default="head", validator=one_of("head", "group"))
     precision: str = field(default="auto", validator=one_of("auto", "exact", "fp8"))
+
+    @property
+    def everything(self) -> bool:
+        """True if no column is dropped."""
+        return min(self.eps, self.times) <= 0.0
 
     @property
     def column(self) -> int:
@@ -54,11 +62,11 @@ def sparseprefill_methods() -> list[Method]:
     return [
         Method(
             name="rowmax",
-            summary="tiles, or narrower columns, to which single query rows give a large enough share",
+            summary="columns of keys to which single query rows give a large enough share",
             config=RowMaxConfig,
             build=Later(f"{__name__}.stages"),
             full={"eps": 0.0},
-            small={"eps": 0.05, "every": 2, "block": 16},
-            search={"eps": (0.005, 0.01, 0.02, 0.05, 0.1)},
+            small={"eps": 0.05, "every": 2, "block": 16, "width": 4},
+            search={"times": (1.5, 2.0, 3.0, 4.5, 6.0)},
         )
     ]

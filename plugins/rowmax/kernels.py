@@ -398,7 +398,7 @@ def maxima_kernel(
 
 @triton.jit(do_not_specialize=(*RUNTIME, "rows", "lowest", "parts"), do_not_specialize_on_alignment=("sinks_ptr",))
 def choose_kernel(
-    chosen_ptr, maxima_ptr, sums_ptr, sinks_ptr, starts_ptr, lengths_ptr, least, q_offset, q_len, kv_len, window,
+    chosen_ptr, maxima_ptr, sums_ptr, sinks_ptr, starts_ptr, lengths_ptr, least, times, q_offset, q_len, kv_len, window,
     heads, kv_group, first_head, first_tile, blocks, reach, rows, columns, lowest, parts,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, EVERY: tl.constexpr, SHIFT: tl.constexpr, BLOCK_M: tl.constexpr,
     APART: tl.constexpr,
@@ -406,7 +406,8 @@ def choose_kernel(
 ):  # fmt: skip
     """chosen ``[B, h, rows, columns]``: which columns have a share of 2^least or more for one row of a query tile.
 
-    Of a float type: the largest share instead. APART: only columns from `lowest` to before the query tile's own key
+    Or of 2^times times the mean share of the columns that the row may see. Chosen of a float type: the largest share
+    instead. APART: only columns from `lowest` to before the query tile's own key
     tile, and behind that nothing is stored. h: query heads, or with UNION KV heads. One program: COLUMNS columns
     of one query tile, of the MEMBERS heads (a power of two, not all of which need be there) that share an entry;
     their rows, ROWS of each (a power of two), lie side by side. Long rows come first.
@@ -460,7 +461,10 @@ def choose_kernel(
     if chosen_ptr.dtype.element_ty == tl.float32:
         found = tl.math.exp2(tl.max(weight, 0))
     else:
+        first = tl.maximum(position - window + 1, 0) // WIDTH if WINDOW else 0
+        there = tl.maximum(position, 0) // WIDTH - first + 1
+        enough = tl.minimum(least, times - tl.math.log2(there.to(tl.float32)))[:, None]
         # What is no number is not known to be small.
-        found = tl.max((seen & ((weight >= least) | (weight != weight))).to(tl.int32), 0).to(tl.int8)
+        found = tl.max((seen & ((weight >= enough) | (weight != weight))).to(tl.int32), 0).to(tl.int8)
     out = chosen_ptr + (unit.to(tl.int64) * rows + first_tile + tile) * columns
     tl.store(out + c, found.to(chosen_ptr.dtype.element_ty), mask=c < columns)

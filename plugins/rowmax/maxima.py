@@ -19,6 +19,8 @@ from torch import Tensor
 from sparseprefill.statistics.grid import keys_on_grid
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from sparseprefill.call import AttentionCall
 
     from . import RowMaxConfig
@@ -92,9 +94,39 @@ def sampled_rows(call: AttentionCall, first: int, last: int, block: int, which: 
 def shares(call: AttentionCall, block: int, width: int, which: Sampling) -> Tensor:
     """``[B, Hq, R, C]``: the largest share of each column of `width` keys for the sampled rows of a query tile.
 
+    float32 (float64 for float64 calls). Columns that no sampled row may see have 0.
+    """
+    kind = torch.float64 if call.q.dtype == torch.float64 else torch.float32
+    every = call.q.new_zeros(call.geometry.map_shape(block, width), dtype=kind)
+    for tiles, _, found in _by_tiles(call, block, width, which):
+        every[:, :, tiles, : found.shape[4]] = found.amax(3)
+    return every
+
+
+def chosen(call: AttentionCall, config: RowMaxConfig) -> Tensor:
+    """bool ``[B, Hq, R, C]``: columns that a sampled row of the query tile gives a large enough share."""
+    width = config.column
+    keep = torch.zeros(call.geometry.map_shape(config.block, width), dtype=torch.bool, device=call.q.device)
+    for tiles, rows, found in _by_tiles(call, config.block, width, sampling(config, call.group)):
+        columns = _columns_seen(rows.position, call.geometry.window, width).to(found.dtype)
+        least = (config.times / columns).clamp_(max=config.eps).view(*found.shape[:4], 1)
+        # What is no number is not known to be small.
+        keep[:, :, tiles, : found.shape[4]] = (~(found < least)).any(3)
+    return keep
+
+
+def _columns_seen(position: Tensor, window: int | None, width: int) -> Tensor:
+    """Columns that rows at some positions may see; of rows before the first, 1."""
+    first = 0 if window is None else (position - window + 1).clamp_(min=0) // width
+    return position.clamp(min=0) // width - first + 1
+
+
+def _by_tiles(call: AttentionCall, block: int, width: int, which: Sampling) -> Iterator[tuple[slice, Rows, Tensor]]:
+    """Some query tiles after others: which, their sampled rows, and the shares ``[B, Hq, tiles, n, c]`` that the n rows
+    of a tile give to the first c columns; behind them none of the rows sees a key.
+
     With m the largest logit of a row in each column, a share is ``exp(m - logsumexp(m))`` over all columns that the row
-    may see, sinks included: no less than the column's largest weight in the row's softmax. float32 (float64 for float64
-    calls). Columns that no sampled row may see have 0.
+    may see, sinks included: no less than the column's largest weight in the row's softmax.
     """
     geometry, per, each = call.geometry, block // which.stride, block // width
     rows, tiles = geometry.tile_rows(block), geometry.tile_columns(block)
@@ -102,7 +134,6 @@ def shares(call: AttentionCall, block: int, width: int, which: Sampling) -> Tens
     size = max(1, ROWS // pairs)
     some_tiles = max(1, (LOGITS_ON_CPU if call.q.device.type == "cpu" else LOGITS) // (pairs * size * block))
     keys = keys_on_grid(call, tiles * block).to(torch.float64 if call.q.dtype == torch.float64 else torch.float32)
-    every = keys.new_zeros(geometry.map_shape(block, width))
     before = geometry.q_offset // block
     for first in range(0, rows, size):
         last = min(first + size, rows)
@@ -118,10 +149,8 @@ def shares(call: AttentionCall, block: int, width: int, which: Sampling) -> Tens
             top[..., at * each : end * each] = _maxima(
                 q, keys, part, width, None if whole else _hidden(call, some, part)
             )
-        found = _shares(call, top, some).unflatten(2, (last - first, per)).amax(3)
-        last_column = min(behind * each, every.shape[3])
-        every[:, :, first:last, :last_column] = found[..., :last_column]
-    return every
+        found = _shares(call, top, some).unflatten(2, (last - first, per))
+        yield slice(first, last), some, found[..., : geometry.tile_columns(width)]
 
 
 def _shares(call: AttentionCall, top: Tensor, rows: Rows) -> Tensor:

@@ -17,7 +17,7 @@ from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan, Remark
 
-from .maxima import sampling, shares, workspace
+from .maxima import chosen, sampling, shares, workspace
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
@@ -33,7 +33,7 @@ PER_COLUMN = 8
 
 @frozen
 class RowMaxEstimator:
-    """Keeps a column of keys if its largest logit has a share of `eps` or more for any sampled row of the query tile.
+    """Keeps a column of keys if its largest logit has a large enough share for any sampled row of the query tile.
 
     Columns are key tiles, or the narrower ones of `width`, which become stripes.
 
@@ -81,7 +81,7 @@ class RowMaxEstimator:
         """Columns by share, the row's own tile, and the first; the shares are left as priority."""
         block, width = self.config.block, self.config.column
         priority = PriorityScores(tiles=self._priority, tile_q=block, tile_k=block)
-        if self.config.eps <= 0.0:
+        if self.config.everything:
             return Plan(SparseMask.full(call, block), priority=priority)
         if width == block:
             rules = {"keep": self.kept(call), "band": 0, "sink": int(self.config.sink)}
@@ -106,8 +106,9 @@ class RowMaxEstimator:
             from . import launch
 
             return launch.kept_tiles(call, self.config, apart=apart)
-        # What is no number is not known to be small.
-        keep = ~(self._plain_shares(call) < self.config.eps)
+        keep = chosen(call, self.config)
+        if self.config.union == "group":
+            keep = keep.unflatten(1, (-1, call.group)).any(2)
         if apart:
             each = self.config.block // self.config.column
             column = torch.arange(keep.shape[3], device=keep.device)

@@ -13,7 +13,8 @@ Shares no code with the plugin. The rule:
   in the window. A softcap is applied to logits.
 - The share of a column is ``exp(m[J] - log(sum of exp(m[J'])))``, the sum over all columns with a key to see; the logit
   of a sink joins the sum.
-- A column is kept if one row of the query tile gives it a share of eps or more. Under a union, if one row of any query
+- A column is kept if one row of the query tile gives it a share of eps or more, or of `times` times the mean of the
+  columns that the row may see. Under a union, if one row of any query
   head of the KV head does.
 - All keys of the query tile's own tile are kept always, those of the first tile where `sink` is set; eps = 0 keeps
   everything.
@@ -40,6 +41,7 @@ class Parameters:
     sink: bool = True
     union: str = "head"
     width: int | None = None
+    times: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -83,12 +85,13 @@ class Head:
         looked_at = range(start + phase, start + p.block, p.every * n)
         return [query for query in looked_at if self.first <= query < self.first + len(self.Q)]
 
-    def largest(self, tile: int, p: Parameters) -> dict[int, float]:
-        """Of the columns that a query tile's rows may see, the largest share."""
-        found: dict[int, float] = {}
+    def large(self, tile: int, p: Parameters) -> set[int]:
+        """Columns to which one of a query tile's rows gives a large enough share."""
+        found: set[int] = set()
         for query in self.rows(tile, p):
-            for column, share in self.shares(query, p.width or p.block).items():
-                found[column] = max(found.get(column, 0.0), share)
+            shares = self.shares(query, p.width or p.block)
+            least = min(p.eps, p.times / len(shares))
+            found |= {column for column, share in shares.items() if share >= least}
         return found
 
 
@@ -102,7 +105,7 @@ def columns_of(heads: Sequence[Head], p: Parameters) -> dict[int, set[int]]:
             continue
         found[tile] = set(range(tile * each, tile * each + each)) | (set(range(each)) if p.sink else set())
         for head in heads:
-            found[tile] |= {column for column, share in head.largest(tile, p).items() if share >= p.eps}
+            found[tile] |= head.large(tile, p)
     return found
 
 

@@ -26,8 +26,8 @@ from oracles.rowmax import Parameters
 from sparseprefill.testing import tensors
 
 PARAMETERS = st.builds(
-    lambda eps, every, rows, sink, union, width: Parameters(
-        eps, every, every * rows, sink, union, width if width and every * rows % width == 0 else None
+    lambda eps, every, rows, sink, union, width, times: Parameters(
+        eps, every, every * rows, sink, union, width if width and every * rows % width == 0 else None, times
     ),
     eps=st.sampled_from([0.0, 0.02, 1.0]) | st.floats(0.005, 0.6),
     every=st.integers(1, 6),
@@ -35,6 +35,7 @@ PARAMETERS = st.builds(
     sink=st.booleans(),
     union=st.sampled_from(["head", "group"]),
     width=st.sampled_from([None, 1, 2, 4, 8]),
+    times=st.just(math.inf) | st.floats(0.1, 8.0),
 )
 FEATURES: list[dict[str, Any]] = [{}, {"window": 40}, {"softcap": 3.0}, {"window": 17, "softcap": 2.0, "first_head": 3}]
 
@@ -123,7 +124,8 @@ def drawn(seed: int, **options: Any) -> sp.AttentionCall:
 def estimator(
     eps: float, every: int, block: int = 24, union: str = "head", width: int | None = None
 ) -> RowMaxEstimator:
-    return RowMaxEstimator(RowMaxConfig(eps=eps, every=every, block=block, sink=False, union=union, width=width))
+    config = RowMaxConfig(eps=eps, times=math.inf, every=every, block=block, sink=False, union=union, width=width)
+    return RowMaxEstimator(config)
 
 
 def logits(one: sp.AttentionCall) -> Tensor:
@@ -149,7 +151,9 @@ def test_no_dropped_column_holds_a_large_share_of_a_sampled_row(
     at = rows.index[..., None].expand(-1, -1, -1, one.kv_len)
     seen = torch.gather(logits(one), 2, at).masked_fill(~rows.real[..., None], -torch.inf)
     kept = torch.gather(
-        sp.build("rowmax", eps=eps, every=every, block=block, union="head", width=width).run(one).mask.to_dense(), 2, at
+        sp.build("rowmax", eps=eps, times=math.inf, every=every, block=block, width=width).run(one).mask.to_dense(),
+        2,
+        at,
     )
     weight = torch.where(rows.real[..., None], seen.softmax(-1), 0)
     assert not bool((weight[~kept] >= eps).any())
@@ -187,6 +191,25 @@ def test_a_row_that_looks_far_back_gets_its_column_alone() -> None:
     assert [101 // 16] == found[0, 0, 7].nonzero().flatten().tolist()
 
 
+@pytest.mark.parametrize("times", [-1.0, None, True, "3"])
+def test_times_that_are_none(times: Any) -> None:
+    with pytest.raises(sp.ParameterError, match=r"^times is .*: pass a number from 0 to inf$"):
+        RowMaxConfig(times=times)
+
+
+def test_one_value_of_times_serves_short_rows_and_long_ones() -> None:
+    """Among n columns of equal shares but one, that one is kept from `times` of their mean on, whatever n is."""
+    for n in (8, 64):
+        k = torch.zeros(1, 1, n * 16, 16)
+        q = torch.zeros_like(k)
+        q[..., -1, 0], k[..., 20, 0] = 4.0, math.log(3.0)  # a weight of 3 beside others' 1, in the second column
+        for times, due in ((2.0, True), (3.0, False)):  # its share is 3 / (n + 2)
+            kept = RowMaxEstimator(RowMaxConfig(eps=1.0, times=times, every=1, block=16, union="head")).kept(
+                sp.AttentionCall(q, k, k)
+            )
+            assert due == bool(kept[0, 0, -1, 1])
+
+
 @pytest.mark.parametrize("width", [0, 3, 48, 256, True, 2.0, "16"])
 def test_a_width_that_is_none(width: Any) -> None:
     with pytest.raises(
@@ -202,6 +225,11 @@ def test_a_width_that_is_none(width: Any) -> None:
 def test_a_smaller_eps_keeps_no_less(seed: int, a: float, b: float, union: str) -> None:
     one = drawn(seed)
     few, many = (estimator(eps, 3, union=union).kept(one) for eps in (max(a, b), min(a, b)))
+    assert not bool((few & ~many).any())
+    configs = (
+        RowMaxConfig(eps=1.0, times=9 * x, every=3, block=24, union=union, width=8) for x in (max(a, b), min(a, b))
+    )
+    few, many = (RowMaxEstimator(config).kept(one) for config in configs)
     assert not bool((few & ~many).any())
 
 
@@ -234,7 +262,7 @@ def test_heads_look_at_different_rows_that_meet_all_together() -> None:
 def test_heads_of_a_union_share_the_rows(heads: tuple[int, int], every: int, block: int, stride: int) -> None:
     """Together one in `every`, at even distances, whatever their number; of a power of two, each row by one head."""
     group = heads[0] // heads[1]
-    which = sampling(RowMaxConfig(every=every, block=block), group)
+    which = sampling(RowMaxConfig(every=every, block=block, union="group", width=None), group)
     assert Sampling(stride, every if group > 1 else 1) == which
     one = sp.AttentionCall(
         *(torch.zeros(1, n, 3 * block, 16) for n in (heads[0], heads[1], heads[1])), first_head=group
@@ -254,10 +282,10 @@ def test_heads_of_a_union_share_the_rows(heads: tuple[int, int], every: int, blo
 @given(seed=st.integers(0, 999), eps=st.floats(0.01, 0.5))
 def test_a_union_is_what_its_heads_keep(seed: int, eps: float) -> None:
     one = drawn(seed)
-    config = RowMaxConfig(eps=eps, every=2, block=24, sink=False)
+    config = RowMaxConfig(eps=eps, times=math.inf, every=2, block=24, width=None, sink=False, union="group")
     each = maxima.shares(one, 24, 24, Sampling(4, 2))
     assert torch.equal((each >= eps).unflatten(1, (2, 2)).any(2), RowMaxEstimator(config).kept(one))
-    mask = sp.build("rowmax", eps=eps, block=24).run(one).mask.to_dense()
+    mask = sp.build("rowmax", eps=eps, block=24, width=None, union="group").run(one).mask.to_dense()
     assert torch.equal(mask[:, 0::2], mask[:, 1::2])
 
 
@@ -266,8 +294,9 @@ def test_at_0_it_is_dense_to_the_bit(union: str) -> None:
     for dtype in (torch.float64, torch.float32, torch.float16):
         one = drawn(3)
         one = evolve(one, q=one.q.to(dtype), k=one.k.to(dtype), v=one.v.to(dtype))
-        sparse, dense = sp.build("rowmax", eps=0.0, union=union).run(one), sp.build("dense").run(one)
-        assert torch.equal(dense.out, sparse.out)
+        dense = sp.build("dense").run(one)
+        for everything in ({"eps": 0.0}, {"times": 0.0}):
+            assert torch.equal(dense.out, sp.build("rowmax", union=union, **everything).run(one).out)
 
 
 @settings(max_examples=25, deadline=None)
@@ -282,7 +311,9 @@ def test_cuts_at_the_grain_change_nothing(
     seed: int, length: int, cuts: list[int], union: str, width: int | None
 ) -> None:
     made = call(seed, (4, 2), length, 0)
-    pipeline = sp.build("rowmax", eps=0.05, every=2, block=16, union=union, width=width)
+    pipeline = sp.build(
+        "rowmax", eps=0.05, times=[math.inf, 2.0][seed % 2], every=2, block=16, union=union, width=width
+    )
     assert (16, union) == (pipeline.grain, pipeline.head_scope)
     whole = run(pipeline, made).mask.to_dense()
     bounds = [0, *sorted(cut * 16 for cut in cuts if cut * 16 < length), length]
@@ -295,7 +326,8 @@ def test_cuts_at_the_grain_change_nothing(
 @given(seed=st.integers(0, 99), front=st.integers(0, 40), back=st.integers(0, 40))
 def test_padding_changes_nothing(seed: int, front: int, back: int) -> None:
     alone = call(seed, (2, 1), 90, 0)
-    pipeline = sp.build("rowmax", eps=0.05, every=3, block=24, union="head", width=[None, 4][seed % 2])
+    times, width = [math.inf, 2.0][seed // 2 % 2], [None, 4][seed % 2]
+    pipeline = sp.build("rowmax", eps=0.05, times=times, every=3, block=24, union="head", width=width)
     mask = run(pipeline, alone).mask.to_dense()
     padded = {x: torch.nn.functional.pad(alone[x], (0, 0, front, back), value=7.0) for x in "qkv"}
     rows = {"starts": [front], "lengths": [90]}

@@ -66,7 +66,9 @@ def sampled_calls(draw: st.DrawFn) -> AttentionCall:
 def settled(
     every: int = 4, block: int = 32, union: str = "head", precision: str = "exact", width: int | None = None
 ) -> RowMaxConfig:
-    return RowMaxConfig(eps=0.02, every=every, block=block, sink=False, union=union, precision=precision, width=width)
+    return RowMaxConfig(
+        eps=0.02, times=math.inf, every=every, block=block, sink=False, union=union, precision=precision, width=width
+    )
 
 
 def plain(call: AttentionCall, config: RowMaxConfig) -> Tensor:
@@ -86,6 +88,19 @@ def same(call: AttentionCall, config: RowMaxConfig, bound: float = 1e-4) -> None
         ((actual - config.eps).abs() < bound)[kept != (actual >= config.eps)].all()
     )
     assert bool((kept == (expected >= config.eps))[(expected - config.eps).abs() > bound].all())
+    by_mean(call, config, bound)
+
+
+def by_mean(call: AttentionCall, config: RowMaxConfig, bound: float) -> None:
+    """What the kernels keep by the mean share lies between what PyTorch keeps a little above and a little below it."""
+    config = evolve(config, eps=0.1, times=2.0)
+    found = launch.kept_tiles(call, config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(core_kernels, "serve", lambda _: False)
+        near = (evolve(config, eps=0.1 * (1 + x), times=2.0 * (1 + x)) for x in (20 * bound, -20 * bound))
+        few, many = (RowMaxEstimator(one).kept(call) for one in near)
+    assert not bool((few & ~found).any())
+    assert not bool((found & ~many).any())
 
 
 def small(patch: pytest.MonkeyPatch, shape: tuple[int, int]) -> None:
@@ -383,7 +398,7 @@ def test_a_report_says_why_the_portable_kernel_serves(monkeypatch: pytest.Monkey
     monkeypatch.setattr(
         stages.RowMaxEstimator, "kept", lambda *_: torch.ones(1, 1, 2, 2, dtype=torch.bool, device=DEVICE)
     )
-    config = RowMaxConfig(every=1)
+    config = RowMaxConfig(every=1, width=None)
     for known, said in (((9, 0), True), ((8, 9), False)):
         monkeypatch.setattr(launch, "chip", lambda _, found=known: row(found))
         session = Session(sp.Pipeline(stages.RowMaxEstimator(config), name="rowmax"), HostOptions(tail=0))
