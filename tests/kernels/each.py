@@ -19,6 +19,7 @@ from sparseprefill.kernels.family.record import Family
 from sparseprefill.kernels.hopper.record import HOPPER
 from sparseprefill.testing import attention
 
+KERNELS = (PORTABLE, HOPPER)
 HALVES = (torch.float16, torch.bfloat16)
 TRITON = TritonExecutor()
 
@@ -34,7 +35,7 @@ def marks(kernel: Family) -> tuple[pytest.MarkDecorator, ...]:
 def each(*kernels: Family, **values: Mapping[str, Sequence[Any]] | Sequence[Any]) -> pytest.MarkDecorator:
     """Parameters `kernel` and these, in every combination: values by the kernel's name, or the same for all."""
     made = []
-    for kernel in kernels or (PORTABLE, HOPPER):
+    for kernel in kernels or KERNELS:
         own = [of[kernel.name] if isinstance(of, Mapping) else of for of in values.values()]
         for some in product(*own):
             name = "-".join([kernel.name, *map(str, some)])
