@@ -124,7 +124,7 @@ def try_(
         loaded = source.load()
         began, spent = time.monotonic(), time.process_time()
         until = began + seconds
-        length = longest if tokens else _length(loaded, source, longest, len(methods), SEARCH * seconds)
+        length = longest if tokens else _length(loaded, longest, len(methods), SEARCH * seconds)
         prompts = _prompts(texts, source, length, seed)
         identity = identity_of(loaded, model)
         how = {"seed": seed, "tail": TAIL, "seconds": seconds, "target": str(target), "left_out": left_out}
@@ -392,28 +392,14 @@ def _longest(texts: Sequence[Text] | None, source: Source, tokens: int | None, g
     return found
 
 
-def _length(model: Any, source: Source, longest: int, methods: int, seconds: float) -> int:
+def _length(model: Any, longest: int, methods: int, seconds: float) -> int:
     """Tokens of the longest texts that every method can read one of in half of the time, by one dense prefill."""
-    import torch
-
     from ..evaluation.reading import Reader
 
     fits = min(LENGTHS[0], longest)
     if longest <= fits:
         return fits
-    reader = Reader(model)
-    ids = torch.randint(
-        0,
-        source.config.get_text_config().vocab_size,
-        (1, fits),
-        generator=torch.Generator("cpu").manual_seed(0),
-        dtype=torch.int64,
-        device="cpu",
-    )
-    with torch.inference_mode():
-        if not reader.on_cpu:
-            reader.timed(ids.to(reader.device))
-        once = reader.timed(ids.to(reader.device))[0]
+    once = Reader(model).once(fits)
     begun = fits
     for one in (*(each for each in LENGTHS if begun < each < longest), longest):
         cost = READING * methods * once * (one / begun) ** 2  # at most: not all of a prefill is attention

@@ -25,12 +25,23 @@ SHOWN = ("rowmax", "bfla", "streaming")
 
 TOKENS = 16384
 """Of the text, unless told otherwise, as far as the model reads them."""
+SECONDS = 120.0
+"""Time for the readings of a pretrained model on a CPU, about, unless the length is given; loading comes on top."""
+LENGTHS = (1024, 2048, 4096, 8192)
+"""Tokens of its text: the longest that the time suffices for, and the first in any case."""
+EVERY = 8
+"""Of so many rows of that text one is compared with dense attention's: a large vocabulary makes them dear."""
+PREFILLS, STEPS, STEP = 2, 60, 8
+"""Costs of a reading: prefills, one of them of the stock model beside it; and steps of so many tokens, for answers."""
 
 
 def demo(
     model: options.Model = None,
     tokens: Annotated[
-        int | None, typer.Option(min=256, help="Tokens of the text, with a question and its answer; by default 16,384.")
+        int | None,
+        typer.Option(
+            min=256, help="Tokens of the text; by default 16,384, and with --model on a CPU what takes minutes."
+        ),
     ] = None,
     method: options.Methods = None,
     full: Annotated[bool, typer.Option("--full", help="Run every method instead of three.")] = False,
@@ -40,7 +51,11 @@ def demo(
     recall_floor: options.Floor = None,
     questions: Annotated[
         int | None,
-        typer.Option(min=1, max=16, help="Questions of each family; by default 2, and 4 with --full or --method."),
+        typer.Option(
+            min=1,
+            max=16,
+            help="Questions of each family; by default 2, 4 with --full or --method, 1 with --model on a CPU.",
+        ),
     ] = None,
     seed: options.Seed = TABLES,
     picture: Annotated[Path, typer.Option(help="Write the picture of the masks to this file.")] = Path(
@@ -85,9 +100,15 @@ def demo(
     with bars(len(compared) + 1) as shown, place.threaded():
         source = Source.of(model, place)
         source.check_layers(layer, head)
+        slow = model is not None and place.device.type == "cpu"
+        loaded = None
+        if tokens is None and slow:
+            loaded = source.load()
+            tokens = _affordable(loaded, source.positions, len(compared) + 1)
+            shown.finished(f"{tokens:,} tokens: as many as this CPU reads in about two minutes; --tokens reads more")
         tokens = tokens or min(TOKENS, source.positions or TOKENS)
         source.check_tokens(tokens)
-        questions = questions or (4 if full or method else 2)
+        questions = questions or (1 if slow else 4 if full or method else 2)
         try:
             room = 0 if model is None else share_of(COPIES, tokens) * LENGTH
             exam = make_exam(source.tokenizer, tokens - room, seed, questions)
@@ -95,8 +116,8 @@ def demo(
             raise CommandError(f"--tokens {tokens} --questions {questions}: {error}") from error
         prompt, behind = prompt_of(exam, source.tokenizer)
         prompt = prompt if model is None else with_copies(prompt, tokens, seed)
-        sizes = Sizes(tail=behind, greedy=GREEDY, beside=True)
-        loaded = source.load()
+        sizes = Sizes(tail=behind, greedy=GREEDY, beside=True, every=EVERY if slow else 1)
+        loaded = source.load() if loaded is None else loaded
         ask = asker(loaded, source.tokenizer, exam)
         with Stop() as stop:
             for one in outcomes(loaded, [prompt], compared, sizes, shown, (layer, head), ask):
@@ -116,3 +137,20 @@ def demo(
     results.report(found, sizes, place, title, facts, shown_files, json=json)
     render.broken(registry)
     stop.end(len(found), len(compared) + 1, "readings", failed=any(one.error for one in found))
+
+
+def _affordable(model: Any, most: int | None, readings: int) -> int:
+    """Tokens of the longest text that so many readings are done with in time, by two dense prefills and a step."""
+    from ..evaluation.reading import Reader
+
+    reader = Reader(model)
+    least = min(LENGTHS[0], most or LENGTHS[0])
+    half, whole, step = (reader.once(tokens) for tokens in (least // 2, least, STEP))
+    square = max(0.0, 2 * (whole - 2 * half))  # seconds of a prefill of `least` tokens that grow with its square
+    linear = max(0.0, whole - square)
+    fits = least
+    for tokens in LENGTHS:
+        longer = tokens / least
+        cost = readings * (PREFILLS * (linear * longer + square * longer**2) + STEPS * step)
+        fits = tokens if cost <= SECONDS and tokens <= (most or tokens) else fits
+    return fits

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -123,6 +124,8 @@ def asker(model: Any, tokenizer: Any, exam: Exam) -> Callable[[Any, Progress], M
 def greedy(model: Any, cache: Any, prompt: list[int], draft: list[int]) -> list[int]:
     """Decode as many tokens as `draft` has, greedily, after the cache and `prompt`; the cache is left as it was. See
     `answered`."""
+    if _forgets(cache):
+        return answered(model, deepcopy(cache), prompt, draft)
     length = cache.get_seq_length()
     found = answered(model, cache, prompt, draft)
     _drop(cache, cache.get_seq_length() - length)
@@ -140,6 +143,9 @@ def answered(model: Any, cache: Any, prompt: list[int], draft: list[int]) -> lis
     decoding.
     """
     found: list[int] = []
+    forgets = _forgets(cache)
+    if forgets:
+        cache.activate_past_recording()
     pending, step = prompt, 1
     while len(found) < len(draft):
         ahead = draft[len(found) :][:step]
@@ -148,10 +154,18 @@ def answered(model: Any, cache: Any, prompt: list[int], draft: list[int]) -> lis
         departed = next((i for i, (a, b) in enumerate(zip(chosen, ahead, strict=True)) if a != b), None)
         taken = len(ahead) if departed is None else departed + 1
         step = SHORT if departed is None else 2
-        _drop(cache, len(ahead) - taken)
+        if forgets:
+            cache.crop(taken - len(ahead))  # of none, too: until then a window is not cut to its size
+        else:
+            _drop(cache, len(ahead) - taken)
         found += chosen[:taken]
         pending = found[-1:]
     return found
+
+
+def _forgets(cache: Any) -> bool:
+    """True if a layer of the cache keeps a sliding window alone, so that nothing can be taken out of it again."""
+    return any(getattr(layer, "is_sliding", False) for layer in getattr(cache, "layers", ()))
 
 
 def _drop(cache: Any, tokens: int) -> None:

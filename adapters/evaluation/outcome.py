@@ -20,6 +20,8 @@ from ..session.defaults import TAIL
 
 AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 26}
 """Logits that are widened to float32 at once: as many as a CPU's cache holds, or a small part of a GPU's memory."""
+LEAST_ROWS = 64
+"""Rows whose logits are made at once, at least: a large vocabulary's head is read from memory once for all of them."""
 STEADY = 1.5
 """The stock model's longest time over its shortest, up to which times mean something."""
 GOT = 0.8
@@ -104,7 +106,8 @@ def compare(dense: Logits, sparse: Logits, text: Tensor | None = None) -> Diverg
         rows = slice(first, first + step)
         given = sparse[rows]
         p, q = log_probabilities(dense[rows].to(given.device)), log_probabilities(given)
-        first, step = first + step, max(1, AT_ONCE.get(given.device.type, AT_ONCE["cpu"]) // given.shape[-1])
+        most = AT_ONCE.get(given.device.type, AT_ONCE["cpu"])
+        first, step = first + step, max(LEAST_ROWS, most // given.shape[-1])
         # 0 log 0 = 0: a token that dense excludes (-inf) adds nothing, whatever sparse makes of it.
         terms = torch.where(p == -torch.inf, 0.0, p.exp() * (p - q))
         kl.append(terms.sum(-1).clamp(min=0.0))

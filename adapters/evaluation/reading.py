@@ -186,6 +186,16 @@ class Reader:
         runs = [self.timed(ids) for _ in range(sizes.repeats)]
         return median(each for each, _ in runs), runs[-1][1]
 
+    @torch.inference_mode()
+    def once(self, tokens: int) -> float:
+        """Seconds of a dense prefill of so many random tokens; on a GPU of the second one, since the first compiles."""
+        source = torch.Generator("cpu").manual_seed(0)
+        most = self.model.config.get_text_config().vocab_size
+        ids = torch.randint(0, most, (1, tokens), generator=source, dtype=torch.int64, device="cpu").to(self.device)
+        if not self.on_cpu:
+            self.timed(ids)
+        return self.timed(ids)[0]
+
     def timed(self, ids: Tensor) -> tuple[float, int | None]:
         """Seconds of one prefill, and the bytes that its peak adds on the devices (None on a CPU)."""
         devices = sorted({tensor.device.index for tensor in self.model.parameters() if tensor.is_cuda})

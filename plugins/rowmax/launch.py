@@ -175,7 +175,7 @@ def _for_hopper(call: AttentionCall, config: RowMaxConfig) -> bool:
     """True if the kernel for Hopper can serve a call."""
     narrow = block(call.q.shape[3]) <= 128 and call.q.shape[3] >= 64
     plain = call.geometry.window is None and config.block == kernels.HOPPER_TILE and narrow
-    return plain and chip(call.q.device).capability == (9, 0) and in_8_bits(call, config.precision)
+    return plain and chip(call.q.device).wgmma and in_8_bits(call, config.precision)
 
 
 @cache

@@ -8,7 +8,7 @@ import pytest
 import torch
 from sparseprefill.adapters.demo.exam import MOST, greedy, make_exam, take
 from sparseprefill.adapters.demo.tasks import FAMILIES
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 TEXT = 40
 
@@ -53,6 +53,23 @@ def test_greedy_is_greedy_whatever_the_draft(model: LlamaForCausalLM, agreed: in
         assert cache.get_seq_length() == TEXT
     for kept, layer in zip(before, cache.layers, strict=True):
         assert torch.equal(kept, layer.keys)
+
+
+@pytest.mark.parametrize("agreed", [0, 3, 12])
+def test_greedy_leaves_a_sliding_window_as_it_was(agreed: int) -> None:
+    """Of a cache that forgets: a question is read behind the prompt, and the next one behind the prompt alone."""
+    torch.manual_seed(agreed)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config: Any = MistralConfig(vocab_size=64, num_hidden_layers=2, sliding_window=16, **sizes)  # type: ignore[arg-type]
+    model: Any = MistralForCausalLM(config).eval()
+    text, prompt = (torch.randint(64, (n,)).tolist() for n in (TEXT, 7))
+    truth = _plain(model, text + prompt, 12)
+    draft = truth[:agreed] + [(token + 1) % 64 for token in truth[agreed:]]
+    with torch.inference_mode():
+        cache = model(torch.tensor([text]), use_cache=True).past_key_values
+    for _ in range(2):
+        assert greedy(model, cache, prompt, draft) == truth
+        assert cache.get_seq_length() == TEXT
 
 
 def test_exam_holds_the_needles_of_every_family(embedded_tokenizer: Any) -> None:

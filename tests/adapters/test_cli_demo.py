@@ -14,8 +14,10 @@ import pytest
 from attrs import frozen
 from matplotlib.image import imread
 from sparseprefill.adapters.cli.commands import app
+from sparseprefill.adapters.cli.demo import _affordable
 from sparseprefill.adapters.demo.model import PARAMETERS
 from sparseprefill.adapters.evaluation import comparison
+from sparseprefill.adapters.evaluation.reading import Reader
 from typer.testing import CliRunner, Result
 
 from sparseprefill import (
@@ -355,3 +357,29 @@ def test_a_wrong_configuration_is_one_line_with_the_key(tmp_path: Path) -> None:
     result = run(*SMALL, "--config", str(path))
     assert result.exit_code == 1
     assert "parameters.windw is unknown; did you mean 'window'?" in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("seconds", "most", "tokens"),
+    [
+        ({512: 0.5, 1024: 1.0, 8: 0.01}, None, 8192),
+        ({512: 0.5, 1024: 1.0, 8: 0.01}, 5000, 4096),
+        ({512: 2.0, 1024: 4.0, 8: 0.01}, None, 2048),
+        ({512: 1.0, 1024: 4.0, 8: 0.01}, None, 1024),  # as the square
+        ({512: 0.5, 1024: 1.0, 8: 0.4}, None, 2048),  # answers take the time
+        ({256: 90.0, 512: 180.0, 8: 1.0}, 512, 512),
+    ],
+)
+def test_a_models_text_on_a_cpu_is_as_long_as_there_is_time_for(
+    seconds: dict[int, float], most: int | None, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Reader, "once", lambda self, count: seconds[count])
+    assert _affordable(None, most, 4) == tokens
+
+
+def test_a_model_on_a_cpu(folder: Path) -> None:
+    result = run("--model", str(folder), "--method", "streaming", "--device", "cpu", "--layer", "1", "--json")
+    assert result.exit_code == 0, result.output
+    assert "1,024 tokens: as many as this CPU reads in about two minutes; --tokens reads more" in result.stderr
+    facts = json.loads(result.stdout)
+    assert (facts["tokens"], facts["questions"], facts["sizes"]["every"]) == (1024, 4, 8)

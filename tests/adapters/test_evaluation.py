@@ -18,6 +18,7 @@ from sparseprefill.adapters.cli.render import to_json
 from sparseprefill.adapters.demo.model import load_tokenizer
 from sparseprefill.adapters.evaluation.comparison import Comparison, outcomes
 from sparseprefill.adapters.evaluation.outcome import (
+    AT_ONCE,
     Contender,
     Divergence,
     Fidelity,
@@ -117,6 +118,26 @@ def test_what_sparse_excludes_is_infinitely_far() -> None:
 
 def apart(each: list[float], *more: float) -> Divergence:
     return Divergence(torch.tensor(each, dtype=torch.float64), *more)
+
+
+def test_logits_are_made_of_many_rows_at_once_however_large_the_vocabulary() -> None:
+    """Or the head would be read from memory for every row."""
+
+    class Counted:
+        def __init__(self) -> None:
+            self.asked: list[int] = []
+
+        def __len__(self) -> int:
+            return 65
+
+        def __getitem__(self, rows: slice) -> torch.Tensor:
+            made = torch.zeros(65, AT_ONCE["cpu"] + 1)[rows]
+            self.asked.append(len(made))
+            return made
+
+    counted = Counted()
+    assert compare(torch.zeros(65, AT_ONCE["cpu"] + 1), counted).rows == 65
+    assert counted.asked == [1, 64]
 
 
 def test_the_rows_tell_mean_percentile_and_worst() -> None:

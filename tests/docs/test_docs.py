@@ -28,6 +28,7 @@ from sparseprefill import errors, method, stages, testing
 from sparseprefill.breakeven.gate import TABLE
 
 PAGES = pages()
+API = ROOT / "docs" / "api"
 METHODS = ROOT / "docs" / "methods"
 PLUGINS = [record for record in sp.default_registry().plugins() if record.distribution == "sparseprefill"]
 OURS = {method for record in PLUGINS for method in record.methods}
@@ -113,28 +114,39 @@ def public() -> list[str]:
     return [*sp.__all__, *testing.__all__]
 
 
-def test_every_public_name_is_in_the_reference() -> None:
-    missing = sorted(set(public()) - entries(ROOT / "docs" / "reference.md"))
-    assert missing == []
+def shown(*pages: str) -> set[str]:
+    """Names whose docstrings the API pages show."""
+    texts = [(API / f"{page}.md").read_text() for page in pages] or [page.read_text() for page in API.glob("*.md")]
+    return {name for text in texts for name in re.findall(r"^::: (?:\w+\.)*(\w+)$", text, flags=re.M)}
 
 
-def test_every_error_is_in_the_reference() -> None:
+def test_every_public_name_is_on_an_api_page() -> None:
+    assert sorted(set(public()) - shown()) == []
+
+
+def test_every_error_is_on_its_api_page() -> None:
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
-    missing = sorted({kind.__name__ for kind in kinds} - entries(ROOT / "docs" / "reference.md"))
-    assert missing == []
+    assert sorted({kind.__name__ for kind in kinds} - shown("errors")) == []
 
 
 def test_every_hook_is_explained_to_plugin_authors() -> None:
     hooks = {hook for hook in vars(method) if hook.startswith("sparseprefill_")}
-    for page in ("reference.md", "write-a-plugin.md"):
-        assert sorted(hooks - entries(ROOT / "docs" / page)) == []
+    assert sorted(hooks - entries(ROOT / "docs" / "write-a-plugin.md")) == []
+    assert sorted(hooks - shown("functions")) == []
 
 
-def test_every_stage_method_is_in_the_reference() -> None:
+def test_every_refiner_is_in_the_configurations_table() -> None:
+    text = (ROOT / "docs" / "config.md").read_text()
+    assert [name for name in sp.default_registry().refiners() if f"\n| `{name}` | " not in text] == []
+
+
+def test_every_stage_method_says_what_it_does() -> None:
+    """What has no docstring is not on the site."""
     interfaces = (stages.PatternEstimator, stages.MaskRefiner, stages.SparseExecutor, stages.Corrector, stages.Observer)
-    verbs = {verb for interface in interfaces for verb in stages.missing(object(), interface)}
-    text = section((ROOT / "docs" / "reference.md").read_text(), "Stages")
-    assert sorted(verb for verb in verbs if f"{verb}(" not in text) == []
+    for interface in interfaces:
+        assert interface.__name__ in shown("pipelines")
+        verbs = stages.missing(object(), interface)
+        assert [verb for verb in verbs if not getattr(interface, verb).__doc__] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

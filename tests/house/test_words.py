@@ -43,6 +43,14 @@ def test_no_other_file_names_a_chip() -> None:
     assert {} == {name: lines for name, lines in found.items() if lines}
 
 
+def test_a_chip_is_known_by_its_facts_and_not_by_numbers() -> None:
+    """Records of kernels have ranks by capability; what else differs between chips stands in `family/chips.py`."""
+    paths = [path for place in PLACES.values() for path in sorted(place.rglob("*.py")) if path.name != "chips.py"]
+    compared = re.compile(r"capability(\(.*\))? (==|!=|>=|<=|>|<|in) \(?\d|capability(\(.*\))? in \(")
+    found = {path.relative_to(ROOT).as_posix(): compared.findall(path.read_text(encoding="utf-8")) for path in paths}
+    assert {} == {name: lines for name, lines in found.items() if lines}
+
+
 @pytest.mark.parametrize(
     ("text", "count"),
     [

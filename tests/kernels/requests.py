@@ -75,3 +75,14 @@ def mask_of(
     columns = drawn(g.tile_rows(group * tile[0]), g.tile_columns(width))
     stripes = SparseMask.from_stripes(call, columns, group, tile, width=width, diagonal=False)
     return {"tiles": tiles, "stripes": stripes, "both": tiles | stripes, "wide": tiles | stripes}[kind]
+
+
+def long_mask(call: AttentionCall, kind: str) -> SparseMask:
+    """The same kinds for calls of many thousand keys: a tenth of the tiles, stripes for groups of 16."""
+    if kind == "full":
+        return SparseMask.full(call)
+    g = call.geometry
+    shape = 1, g.heads, g.tile_rows(128), g.tile_columns(128)
+    tiles = SparseMask.from_tiles(call, torch.rand(shape, device=g.device) < 0.1)
+    stripes = mask_of(call, "stripes", (128, 128), 16, call.kv_len, 16 if kind == "wide" else 1)
+    return {"tiles": tiles, "stripes": stripes}.get(kind, tiles | stripes)

@@ -1,9 +1,9 @@
-"""Several requests in one launch of the portable kernel: the very bits of one by one."""
+"""Several requests in one launch: the very bits of one by one."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,28 +12,29 @@ from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.families import only
 from helpers.launches import noted_launches
 from kernels.caches import LAYOUTS, untouched
 from kernels.device import DEVICE
+from kernels.each import HALVES, TRITON, each, portable_unless_named
 from kernels.requests import mask_of, step_of
 from sparseprefill import AttentionCall, Carry, Pages, Plan, ReferenceExecutor, SparseMask, output_error
-from sparseprefill.executors.triton import TritonExecutor
+from sparseprefill.kernels.family.record import Family
+from sparseprefill.kernels.hopper.record import HOPPER
 
+__all__ = ["portable_unless_named"]
 # numpy, which the interpreter computes with, warns of the infinities that a softmax lives with
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-TRITON, REFERENCE = TritonExecutor(), ReferenceExecutor()
+REFERENCE = ReferenceExecutor()
 KINDS = ("full", "tiles", "stripes", "both", "wide")
 TILE = (32, 16)
 ROWS = (1, 2, 31, 61, 127, 128, 129)
 SIZES = [(33, 70), (1, 20), (65, 65), (20, 31)]
-
-
-@pytest.fixture(autouse=True)
-def _portable() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        only(patch)
-        yield
+LONG = (
+    [(1, 1), (127, 127), (128, 900), (129, 129)],
+    [(257, 1021), (1500, 1500)],
+    [(300, 5000), (700, 3001), (64, 2048), (1000, 1000), (129, 4999)],
+    [(17, 17)] * 8,
+)
 
 
 @pytest.fixture
@@ -83,6 +84,41 @@ def steps(draw: st.DrawFn) -> dict[str, Any]:
 def test_any_step(step: dict[str, Any], kind: str, tile: tuple[int, int]) -> None:
     calls = step_of(**step)
     check(calls, plans_of(calls, kind, tile))
+
+
+@each(HOPPER, dtype=HALVES, width=[64, 128, 256], page=[16, 128], layout=sorted(LAYOUTS))
+def test_long_steps(
+    kernel: Family, dtype: torch.dtype, width: int, page: int, layout: str, launches: list[int]
+) -> None:
+    for number, sizes in enumerate(LONG):
+        of: dict[str, Any] = {"heads": (8, 4, 8, 2)[number], "kv_heads": 2, "width": width, "page": page}
+        garbage = (math.nan, 3.0)[number % 2]  # behind the last key: what is not finite has blocks repaired
+        calls = step_of(
+            sizes, dtype=dtype, layout=layout, device=DEVICE, gap=number % 2, seed=number, garbage=garbage, **of
+        )
+        tile = ((128, 128), (128, 64), (256, 128))[number % 3]
+        for kind in KINDS:
+            plans = plans_of(calls, kind, tile)
+            launches.clear()
+            served = {by.name for one in TRITON.execute_many(calls, plans) for by in one.kernels}
+            assert served == {kernel.name}
+            assert launches == [len(calls)]
+            check(calls, plans)
+
+
+@each(HOPPER)
+@pytest.mark.filterwarnings("ignore:.*[Ss]ynchroniz.*:UserWarning")
+def test_nothing_waits_for_the_device(kernel: Family) -> None:
+    """The second time, when all is compiled and kept."""
+    calls = step_of(LONG[2], heads=8, kv_heads=2, width=128, dtype=torch.bfloat16, device=DEVICE)
+    for mode in ("default", "error"):
+        plans = plans_of(calls, "both", (128, 128))
+        [plan.mask.tiles for plan in plans]
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            TRITON.execute_many(calls, plans)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -63,6 +63,11 @@ def every(capability: tuple[int, int]) -> dict[str, Settings]:
     }
 
 
+def test_products_of_a_warpgroup_are_one_chips_alone() -> None:
+    assert device.row((9, 0)).wgmma
+    assert not any(device.row(numbers).wgmma for numbers in (*OTHERS, (13, 0), device.NONE))
+
+
 @pytest.mark.parametrize("numbers", [(9, 0), (9, 4), (9, 5), (11, 0)])
 def test_amds_gpus_take_none_of_hoppers_ways(numbers: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     gpu(monkeypatch, numbers, "6.4.0")

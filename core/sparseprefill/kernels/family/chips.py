@@ -25,7 +25,7 @@ class Chip:
     what has less has 99 KB or 163. e4m3: matrix products of e4m3fn (AMD's gfx942 multiplies e4m3fnuz, another format).
     cudnn: cuDNN's dense attention is the fastest that torch has. registers: cap on those of a thread with which two
     programs share a multiprocessor, None where that was not measured. deep: three steps of keys fit where rows are
-    sampled, measured.
+    sampled, measured. wgmma: products of a whole warpgroup, for which Gluon kernels are written; no other chip has them.
     """
 
     capability: Capability
@@ -34,6 +34,7 @@ class Chip:
     cudnn: bool = False
     registers: int | None = None
     deep: bool = False
+    wgmma: bool = False
 
 
 PLAIN = Chip(capability=NONE)
@@ -44,7 +45,7 @@ CHIPS = {
     chip.capability: chip
     for chip in (
         Chip(capability=(8, 9), e4m3=True),
-        Chip(capability=(9, 0), large=True, e4m3=True, cudnn=True, registers=128, deep=True),
+        Chip(capability=(9, 0), large=True, e4m3=True, cudnn=True, registers=128, deep=True, wgmma=True),
         Chip(capability=(10, 0), large=True, e4m3=True, cudnn=True),
         Chip(capability=(11, 0), large=True, e4m3=True, cudnn=True),
         NEWER,
