@@ -56,7 +56,7 @@ def recording(seen: set[tuple[str, str]]) -> Callable[..., None]:
     return run
 
 
-def steps(longest: int, count: int = 20) -> list[list[tuple[int, int]]]:
+def steps(longest: int, count: int = 8) -> list[list[tuple[int, int]]]:
     """Rows and keys of the requests of each step, drawn, with at most `STEP` rows."""
     draw, found = random.Random(0), [list(one) for one in FIXED]
     for _ in range(count):
