@@ -123,13 +123,24 @@ def test_forced_answers_are_decoding_and_questions_are_not() -> None:
     assert {60, 17} == {60, 17, 39} & set(seen)
 
 
-def test_what_stops_a_contender_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (ParameterError("no room\nat all"), "no room"),
+        (RuntimeError("no kernel\nhere"), "RuntimeError: no kernel"),
+        (ValueError(), "ValueError: no message"),
+    ],
+)
+def test_what_stops_a_contender_is_told(error: Exception, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, shape = build("llama"), Shape(40, 20, 1)
+    dense = Dense.of(model, Prompt("p", ids(60), (), ()), shape)
+
     def broken(*_: Any, **__: Any) -> Any:
-        raise ParameterError("no room\nat all")
+        raise error
 
     monkeypatch.setattr(Reader, "prefill", broken)
-    found = play(Reader(build("llama")), Tokenizer(), "chain", Talk("t", ids(60), ()), sparse())
-    assert "no room" == found.error
+    found = play(Reader(model), Tokenizer(), "chain", Talk("t", ids(60), ()), sparse())
+    assert (words, words) == (found.error, dense.run(sparse()).error)
 
 
 def test_turns_by_the_chat_template(embedded_tokenizer: Any) -> None:

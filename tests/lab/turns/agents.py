@@ -16,9 +16,7 @@ from sparseprefill.adapters.evaluation.prompts import Prompt, Span
 from sparseprefill.adapters.evaluation.reading import Reader, Rows, hits_of
 from sparseprefill.adapters.evaluation.texts import COPIES, FACTS, built_in
 
-from sparseprefill.errors import SparsePrefillError
-
-from .talk import Densities, Scores, attached, layers_of
+from .talk import Densities, Scores, attached, layers_of, told
 
 EACH = 1024
 """Tokens of a text for each passage and each fact, where it is so long that this makes more than usual."""
@@ -125,13 +123,13 @@ class Dense:
         return cls(reader, prompt, shape, parts, rows, Run(prompt.name, contender, chunks))
 
     def run(self, contender: Contender) -> Run:
-        """Let a contender read it. An error of the library, or lack of memory, ends the contender alone."""
+        """Let a contender read it. An error ends the contender alone."""
         if contender.pipeline is None:
             return self.stock
         try:
             _, chunks, reasons = _read(self.reader, self.prompt, self.shape, self.parts, contender, self.rows)
-        except (SparsePrefillError, torch.OutOfMemoryError) as error:
-            return Run(self.prompt.name, contender, error=str(error).splitlines()[0])
+        except Exception as error:  # whatever a kernel or a compiler raises: the others are worth having
+            return Run(self.prompt.name, contender, error=told(error))
         return Run(self.prompt.name, contender, chunks, reasons)
 
 

@@ -124,12 +124,19 @@ def layers_of(model: Any) -> int:
 def play(reader: Reader, tokenizer: Any, task: str, talk: Talk, contender: Contender) -> Played:
     """Let a contender prefill a conversation and answer its questions; decoding is dense.
 
-    An error of the library, or lack of memory, ends the contender alone.
+    An error ends the contender alone.
     """
     try:
         return _play(reader, tokenizer, task, talk, contender)
-    except (SparsePrefillError, torch.OutOfMemoryError) as error:
-        return Played(task, talk.name, contender, error=str(error).splitlines()[0])
+    except Exception as error:  # whatever a kernel or a compiler raises: the others are worth having
+        return Played(task, talk.name, contender, error=told(error))
+
+
+def told(error: Exception) -> str:
+    """An error in one line, the library's own and lack of memory in their own words."""
+    line = next(iter(str(error).splitlines()), "")
+    own = isinstance(error, SparsePrefillError | torch.OutOfMemoryError)
+    return line if own and line else f"{type(error).__name__}: {line or 'no message'}"
 
 
 @torch.inference_mode()
