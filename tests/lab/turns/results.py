@@ -167,10 +167,7 @@ def asked_table(task: str, played: Sequence[Played], title: str = "") -> Table:
     columns: list[Column[_Row]] = [
         Column("method", lambda one: one.contender.label, words=True),
         Column("density", lambda one: f"{one.density:.1%}"),
-        *(
-            Column[_Row](name, lambda one, name=name: one.scores[name].text if name in one.scores else "")
-            for name in able
-        ),  # type: ignore[misc]
+        *(Column(name, _cell(name)) for name in able),
     ]
     tokens = max((one.tokens for one in played), default=0)
     texts = len({one.text for one in played})
@@ -194,7 +191,7 @@ def _dense_scores(one: Played, played: Sequence[Played]) -> Scores | None:
     return next((dense.scores for dense in same if (dense.task, dense.text) == (one.task, one.text)), None)
 
 
-def _cell(name: str) -> Callable[[_Row | _Turn], str]:
+def _cell(name: str) -> Callable[[Any], str]:
     return lambda one: one.scores[name].text if name in one.scores else ""
 
 
