@@ -22,6 +22,7 @@ from lab.vllm.answering_form import form as answering_form
 from lab.vllm.decoding import DECODE, MIXED, Decoding, Steps
 from lab.vllm.decoding_form import form as decoding_form
 from lab.vllm.positions import Positions
+from lab.vllm.pretrained import stretched
 from lab.vllm.shapes import Shape
 from lab.vllm.traffic import Desk, Life, arrivals, percentile
 from lab.vllm.under_load import Loaded, Times, UnderLoad
@@ -360,6 +361,22 @@ def test_what_cannot_be_measured(arguments: tuple[str, ...], said: str) -> None:
     result = invoke("pretrained", "--model", "embedded", *arguments)
     assert 1 == result.exit_code
     assert said in " ".join(result.output.split())
+
+
+def test_a_model_is_stretched_once(tmp_path: Path) -> None:
+    from transformers import LlamaConfig
+
+    LlamaConfig(
+        max_position_embeddings=32768, rope_parameters={"rope_type": "default", "rope_theta": 1e6}
+    ).save_pretrained(tmp_path)
+    assert {} == stretched(tmp_path, 1.0)
+    made = stretched(tmp_path, 4.0)["hf_overrides"]
+    assert 131072 == made["max_position_embeddings"]
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, "rope_theta": 1e6}
+    assert rope == made["rope_parameters"]
+    LlamaConfig(**made).save_pretrained(tmp_path)
+    with pytest.raises(CommandError, match=r"--yarn 2: .* has rope_type 'yarn' already"):
+        stretched(tmp_path, 2.0)
 
 
 @engine.NEEDED
