@@ -6,7 +6,7 @@ from attrs import Attribute, field, frozen
 
 from sparseprefill.errors import ParameterError, printed
 from sparseprefill.method import Later, Method, hookimpl
-from sparseprefill.validate import flag, is_whole, multiple_of, number, one_of, whole
+from sparseprefill.validate import LONGEST, flag, is_whole, multiple_of, number, one_of, whole
 
 
 def _columns(config: RowMaxConfig, attribute: Attribute[int | None], value: int | None) -> None:
@@ -26,18 +26,18 @@ class RowMaxConfig:
 
     eps: share of a row's columns with which a column is kept, by its largest logit; 0 keeps everything. times: or so
     many times the mean share, ``times / n`` of the n columns that the row may see, where that is less, so that one
-    value serves short rows and long ones; infinity goes by eps alone, as eps=1 goes by `times` alone. every: one query
-    row in so many is looked at, by one head of its KV group under a union, else by each; 1 looks at all. block: rows of
-    a query tile, and keys of a tile, in tokens. width: keys of a column, such as 16, a power of two that divides
-    `block`; None for columns as wide as tiles. sink: keep the first key tile of every row. union: "group" gives all
-    query heads of a KV head what any of them keeps, so that they share the rows to be looked at; "head" keeps for each
-    alone. precision: of the logits that are looked at: "exact", in the call's type, where no column is dropped in which
-    such a row gives a key that share of its softmax; "fp8", which needs an NVIDIA GPU with 8-bit tensor cores and drops
-    a few of those; or "auto", which is fp8 where that can be and exact elsewhere.
+    value serves short rows and long ones; a huge one goes by eps alone, as eps=1 goes by `times` alone. every: one
+    query row in so many is looked at, by one head of its KV group under a union, else by each; 1 looks at all. block:
+    rows of a query tile, and keys of a tile, in tokens. width: keys of a column, such as 16, a power of two that
+    divides `block`; None for columns as wide as tiles. sink: keep the first key tile of every row. union: "group" gives
+    all query heads of a KV head what any of them keeps, so that they share the rows to be looked at; "head" keeps for
+    each alone. precision: of the logits that are looked at: "exact", in the call's type, where no column is dropped in
+    which such a row gives a key that share of its softmax; "fp8", which needs an NVIDIA GPU with 8-bit tensor cores and
+    drops a few of those; or "auto", which is fp8 where that can be and exact elsewhere.
     """
 
     eps: float = field(default=0.005, validator=number(0.0, 1.0))
-    times: float = field(default=3.0, validator=number(0.0))
+    times: float = field(default=3.0, validator=number(0.0, LONGEST))
     every: int = field(default=8, validator=whole())
     block: int = field(default=128, validator=multiple_of("every"))
     width: int | None = field(default=16, validator=_columns)

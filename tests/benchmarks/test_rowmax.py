@@ -11,14 +11,19 @@ import sparseprefill as sp
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("every", [2, 1])
+COLUMNS, TILES = {"every": 8}, {"every": 2, "width": 128, "union": "group"}
+
+
+@pytest.mark.parametrize(
+    "settings", [COLUMNS, TILES, {**TILES, "every": 1}], ids=["columns", "tiles", "tiles, every row"]
+)
 @pytest.mark.parametrize(("new", "behind"), [(131072, 0), (32768, 0), (8192, 131072), (2048, 131072), (2048, 32768)])
-def test_estimate(benchmark: BenchmarkFixture, new: int, behind: int, every: int) -> None:
+def test_estimate(benchmark: BenchmarkFixture, new: int, behind: int, settings: dict[str, object]) -> None:
     torch.manual_seed(0)
     sizes = ((32, new), (8, new + behind), (8, new + behind))
     q, k, v = (torch.randn(1, heads, length, 128, device="cuda", dtype=torch.bfloat16) for heads, length in sizes)
     call = sp.AttentionCall(q, k, v, q_offset=behind)
-    estimator = sp.build("rowmax", every=every).estimator
+    estimator = sp.build("rowmax", **settings).estimator
 
     def estimate() -> None:
         estimator.kept(call)  # type: ignore[attr-defined]

@@ -41,7 +41,7 @@ class Parameters:
     sink: bool = True
     union: str = "head"
     width: int | None = None
-    times: float = math.inf
+    times: float = 1e9
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ def settled(
     every: int = 4, block: int = 32, union: str = "head", precision: str = "exact", width: int | None = None
 ) -> RowMaxConfig:
     return RowMaxConfig(
-        eps=0.02, times=math.inf, every=every, block=block, sink=False, union=union, precision=precision, width=width
+        eps=0.02, times=1e9, every=every, block=block, sink=False, union=union, precision=precision, width=width
     )
 
 
