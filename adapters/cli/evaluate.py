@@ -101,19 +101,25 @@ def evaluate(
             total = len(suite) * (len(compared) + stock)
             shown.expect(total)
             how: dict[str, Any] = {"items": suite, "stock": stock, "listener": shown, **asked}
+            facts: dict[str, Any] = {
+                **{"model": model or "embedded", "tasks": names, "lengths": list(sizes)},
+                **asked,
+                **place.facts,
+                **{"tail": tail, "recall_floor": recall_floor},
+            }
+
+            def keep(*, stopped: bool) -> dict[str, Any]:
+                whole = as_json(found, {**facts, "stopped": stopped})
+                if output is not None:
+                    write("--output", output, render.to_json(whole) + "\n")
+                return whole
+
             with Stop() as stop:
                 for run in harness.evaluate(loaded, tokenizer, contenders=compared, **how):
                     found.append(run)
+                    keep(stopped=len(found) < total)
     stop.check(len(found))
-    facts: dict[str, Any] = {
-        **{"model": model or "embedded", "tasks": names, "lengths": list(sizes)},
-        **asked,
-        **place.facts,
-        **{"tail": tail, "recall_floor": recall_floor, "stopped": stop.heard},
-    }
-    whole = as_json(found, facts)
-    if output is not None:
-        write("--output", output, render.to_json(whole) + "\n")
+    whole = keep(stopped=stop.heard)
     if json:
         render.write_json(whole)
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from statistics import median
 from typing import Any
@@ -38,13 +38,20 @@ def right_inside(prompt: Prompt, rows: Rows) -> Answers:
     spans = [one for one in prompt.inside if one.last <= len(rows)]
     if not spans:
         return {}
+    found: dict[str, tuple[int, int]] = {}
+    for one, hits in zip(spans, hits_of(prompt, spans, rows), strict=True):
+        right, of = found.get(one.family, (0, 0))
+        found[one.family] = right + all(hits), of + 1
+    return found
+
+
+def hits_of(prompt: Prompt, spans: Sequence[Span], rows: Rows) -> list[tuple[bool, ...]]:
+    """Which tokens of some spans of the prompt are the likeliest, span by span."""
+    if not spans:
+        return []
     asked, tokens = _asked(prompt, spans)
     same = rows[asked].argmax(-1).cpu() == tokens
-    found: dict[str, tuple[int, int]] = {}
-    for one, hits in zip(spans, same.split([one.last - one.first for one in spans]), strict=True):
-        right, of = found.get(one.family, (0, 0))
-        found[one.family] = right + bool(hits.all()), of + 1
-    return found
+    return [tuple(hits.tolist()) for hits in same.split([one.last - one.first for one in spans])]
 
 
 def copied(prompt: Prompt, rows: Rows, dense: Copies | None = None) -> Copies | None:
@@ -62,7 +69,7 @@ def copied(prompt: Prompt, rows: Rows, dense: Copies | None = None) -> Copies | 
     return Copies(right, len(tokens), surprise, right if dense is None else dense.right)
 
 
-def _asked(prompt: Prompt, spans: list[Span]) -> tuple[Tensor, Tensor]:
+def _asked(prompt: Prompt, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
     """The rows that predict the tokens of some spans, and these tokens, int64 ``[n]``."""
     rows = torch.cat([torch.arange(one.first - 1, one.last - 1, device="cpu") for one in spans])
     return rows, torch.tensor(prompt.ids, dtype=torch.int64, device="cpu")[rows + 1]

@@ -108,11 +108,13 @@ def test_a_profile_names_its_method_and_what_it_leaves_dense_is_told(folder: Pat
 
 def test_ctrl_c_keeps_what_is_finished(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     attach, count = api.attach, 0
+    kept: list[dict[str, Any]] = []
 
     def stops(*given: Any, **named: Any) -> Any:
         nonlocal count
         count += 1
         if count == 4:  # two looks before the start, the first method, the second
+            kept.append(json.loads(Path("kept.json").read_text()))  # what there would be if it were killed now
             raise KeyboardInterrupt
         return attach(*given, **named)
 
@@ -123,7 +125,7 @@ def test_ctrl_c_keeps_what_is_finished(folder: Path, monkeypatch: pytest.MonkeyP
     facts = json.loads(result.stdout)
     assert facts["stopped"] is True
     assert [one["method"] for one in facts["runs"]] == ["stock", "streaming"]
-    assert facts == json.loads(Path("kept.json").read_text())
+    assert kept == [facts] == [json.loads(Path("kept.json").read_text())]
     assert "stopped after 2 of 3 runs" in result.stderr
 
 

@@ -165,13 +165,14 @@ def test_a_window_finds_a_fifth_at_most_and_the_tail_does_not_help(tokenizer: An
     model = load_model(dtype=torch.float32, folder=where)
     own = tokenizer if where is None else load_tokenizer(where)
     streaming = sp.build("streaming", sink=128, window=WINDOW)
-    contenders = [Contender("tail", streaming, dense_tail=128), Contender("bare", streaming, dense_tail=0)]
-    stock, tail, bare = outcomes_of(model, own, 4096, *contenders)
+    contenders = [Contender("tail", streaming, dense_tail=128)]
+    contenders += [Contender("bare", streaming, dense_tail=0)] if where is None else []
+    stock, tail, *bare = outcomes_of(model, own, 4096, *contenders)
     right, asked = stock.inside_score
     assert asked == 16
     assert right >= 0.95 * asked
     assert tail.inside_score[0] <= 0.2 * right
-    assert bare.inside_score == tail.inside_score
+    assert all(one.inside_score == tail.inside_score for one in bare), "without a tail, of the embedded model"
     assert stock.score[0] >= 0.95 * stock.score[1]
     assert tail.score[0] >= 0.8 * stock.score[0], "the end says nothing of it"
     assert tail.fidelity is not None

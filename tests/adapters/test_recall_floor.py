@@ -24,6 +24,7 @@ from sparseprefill.profiles.profile import Profile
 
 FLOOR = sp.RecallFloor(target=0.9)
 SMALL = ("--device", "cpu", "--threads", "1", "--method", "streaming")
+NARROW = ("--set", "sink=16", "--set", "window=64")
 SETS = ("--set", "streaming.sink=16", "--set", "streaming.window=16", "--set", "streaming.block=16")
 
 pytestmark = pytest.mark.usefixtures("_one_tokenizer")
@@ -98,14 +99,14 @@ def test_frontier_tries_several_floors(folder: Path) -> None:
 def test_demo_and_fit_take_a_floor() -> None:
     densities = []
     for more in ((), ("--recall-floor", "0.99")):
-        small = ("--tokens", "1024", "--questions", "1", "--tail", "0", "--device", "cpu", "--threads", "1", "--json")
-        result = CliRunner().invoke(app, ["demo", "--method", "streaming", *small, *more])
+        small = ("--tokens", "512", "--questions", "1", "--tail", "0", "--device", "cpu", "--threads", "1", "--json")
+        result = CliRunner().invoke(app, ["demo", "--method", "streaming", *NARROW, *small, *more])
         assert 0 == result.exit_code, result.output
         facts = json.loads(result.stdout)
         densities.append(facts["methods"][1]["density"])
     assert 0.99 == facts["recall_floor"]
     assert densities[0] < densities[1]
-    tried = ("--try", "window=16,64", "--kl", "9", "--count", "1", "--tokens", "1024")
+    tried = ("--try", "window=16,64", "--kl", "9", "--count", "1", "--tokens", "512")
     options = ("--device", "cpu", "--tail", "0", "--recall-floor", "0.4", "--output", "p.json")
     result = CliRunner().invoke(app, ["fit", "--method", "streaming", *tried, *options])
     assert 0 == result.exit_code, result.output

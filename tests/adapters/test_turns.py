@@ -12,7 +12,7 @@ import pytest
 import torch
 from attrs import evolve
 from sparseprefill.adapters.demo.exam import answered, greedy
-from sparseprefill.adapters.evaluation.outcome import Contender, Copies
+from sparseprefill.adapters.evaluation.outcome import Contender
 from sparseprefill.adapters.evaluation.prompts import Prompt, Span
 from sparseprefill.adapters.evaluation.reading import Reader
 from sparseprefill.adapters.evaluation.texts import built_in
@@ -84,7 +84,7 @@ def test_a_conversation_goes_on_behind_the_right_answers() -> None:
     values = [str(one[-1]) for one in (own, then)]
     turns = (Turn("a", first, wrong, values[0]), Turn("b", second, then, values[1]), Turn("b", first, wrong, "none"))
     found = play(Reader(model), Tokenizer(), "lookups", Talk("t", text, turns), STOCK)
-    assert {"a": (1, 1), "b": (1, 2)} == found.scores
+    assert {"a": (True,), "b": (True, False)} == found.scores
     assert (60, 1.0, "") == (found.tokens, found.density, found.error)
 
 
@@ -97,11 +97,11 @@ def test_a_forced_answer_is_right_where_decoding_would_give_it(contender: Conten
     found = play(Reader(model), Tokenizer(), "requests", Talk("t", text, (late, late, early), forced=True), contender)
     assert not found.error
     assert ((40, 2), (20, 1)) == tuple(
-        (found.scores[name][1], found.scores[f"{name}, exact"][1]) for name in ("a", "b")
+        (len(found.scores[name]), len(found.scores[f"{name}, exact"])) for name in ("a", "b")
     )
     if contender is STOCK:
-        assert ((38, 40), (2, 2)) == (found.scores["a"], found.scores["a, exact"])
-        assert (0, 1) == found.scores["b, exact"]
+        assert ((*[True] * 19, False) * 2, (True, True)) == (found.scores["a"], found.scores["a, exact"])
+        assert (False,) == found.scores["b, exact"]
     else:
         assert found.density < 1
 
@@ -123,13 +123,24 @@ def test_forced_answers_are_decoding_and_questions_are_not() -> None:
     assert {60, 17} == {60, 17, 39} & set(seen)
 
 
-def test_what_stops_a_contender_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (ParameterError("no room\nat all"), "no room"),
+        (RuntimeError("no kernel\nhere"), "RuntimeError: no kernel"),
+        (ValueError(), "ValueError: no message"),
+    ],
+)
+def test_what_stops_a_contender_is_told(error: Exception, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, shape = build("llama"), Shape(40, 20, 1)
+    dense = Dense.of(model, Prompt("p", ids(60), (), ()), shape)
+
     def broken(*_: Any, **__: Any) -> Any:
-        raise ParameterError("no room\nat all")
+        raise error
 
     monkeypatch.setattr(Reader, "prefill", broken)
-    found = play(Reader(build("llama")), Tokenizer(), "chain", Talk("t", ids(60), ()), sparse())
-    assert "no room" == found.error
+    found = play(Reader(model), Tokenizer(), "chain", Talk("t", ids(60), ()), sparse())
+    assert (words, words) == (found.error, dense.run(sparse()).error)
 
 
 def test_turns_by_the_chat_template(embedded_tokenizer: Any) -> None:
@@ -225,7 +236,7 @@ def test_chunks_are_prefilled_behind_the_cache_of_those_before(tail: int) -> Non
         whole = model(torch.tensor([text.ids])).logits[0]
         torch.testing.assert_close(whole, torch.cat([one[:] for one in dense.rows]), atol=1e-4, rtol=1e-4)
     assert dense.stock is dense.run(STOCK)
-    assert [4, 0, 0] == [one.copies.asked for one in dense.stock.chunks]
+    assert [4, 0, 0] == [len(one.scores["copies"]) for one in dense.stock.chunks]
     all_kept = dense.run(Contender("dense", sp.build("dense"), {}, tail))
     assert not all_kept.error
     assert all(one.divergence is not None and one.divergence.kl < 1e-5 for one in all_kept.chunks)
@@ -243,15 +254,17 @@ def test_agents_texts_have_more_in_them_the_longer_they_are(embedded_tokenizer: 
     assert (32, 32) == (len(many.copies), len(many.inside))
 
 
-def played(name: str, pipeline: Any, **scores: tuple[int, int]) -> Played:
+def played(name: str, pipeline: Any, **scores: tuple[bool, ...]) -> Played:
     return Played("lookups", "t", Contender(name, pipeline), 100, scores, 0.5, {"too odd": 2} if pipeline else {})
 
 
 def test_what_dense_cannot_do_is_left_out_by_name() -> None:
-    found = [played("stock", None, begin=(1, 2), end=(1, 3)), played("streaming", sparse().pipeline, begin=(2, 2))]
-    table = results.asked_table("lookups", [*found, evolve(found[0], text="u")])
+    yes, no = True, False
+    stock = played("stock", None, begin=(yes, no, no, yes), end=(no, yes, no))
+    found = [stock, played("streaming", sparse().pipeline, begin=(yes, yes, yes, no))]
+    table = results.asked_table("lookups", [*found, evolve(stock, text="u")])
     assert ["method", "density", "begin"] == list(table.heads)
-    assert ["2 / 4", "2 / 2"] == [row[2] for row in table.rows]
+    assert ["4 / 8", "3 / 4 -1 +2"] == [row[2] for row in table.rows]
     assert "left out: end, of which dense attention itself gets 2 of 6 right" == table.remarks[0]
     assert "streaming ran dense in 2 calls of a layer: too odd" in table.remarks
     failed = results.asked_table("lookups", [found[0], evolve(found[1], error="no room", scores={})])
@@ -260,12 +273,15 @@ def test_what_dense_cannot_do_is_left_out_by_name() -> None:
 
 
 def test_agents_have_a_row_for_each_turn() -> None:
-    copies, turn = Copies(3, 4), agents.Chunk
-    stock = agents.Run("t", STOCK, (turn(copies, (0, 4), None, 1.0, 2.0), turn(copies, (1, 1), None, 1.0, 4.0)))
-    other = evolve(stock, contender=sparse(), chunks=tuple(evolve(one, seconds=1.0) for one in stock.chunks))
+    yes, no = True, False
+    mine, theirs = ({"copies": one, "facts": (no, no)} for one in ((yes, yes, no), (no, yes, yes)))
+    stock = agents.Run("t", STOCK, tuple(agents.Chunk(theirs, None, 1.0, one) for one in (2.0, 4.0)))
+    chunks = tuple(evolve(one, seconds=1.0, scores=mine) for one in stock.chunks)
+    other = evolve(stock, contender=sparse(), chunks=chunks)
     table = results.agents_table([stock, other])
+    assert ["2 / 3"] * 2 + ["2 / 3 -1 +1"] * 2 == [row[2] for row in table.rows]
     assert ["prefix", "1"] * 2 == [row[1] for row in table.rows]
-    assert "left out: facts, of which dense attention itself gets 1 of 5 right" == table.remarks[0]
+    assert "left out: facts, of which dense attention itself gets 0 of 4 right" == table.remarks[0]
     assert ["1.00", "1.00", "2.00", "4.00"] == [row[-1] for row in table.rows]
     broken = results.agents_table([stock, evolve(other, chunks=(), error="no room")])
     assert 3 == len(broken.rows)
@@ -320,6 +336,11 @@ def test_the_command(longer: str, tmp_path: Path) -> None:
     assert all({"window": 64, "sink": 64} == one["parameters"] and 0 < one["density"] < 1 for one in mine)
     assert [3, 3] == [len(one["chunks"]) for one in facts["agents"] if one["method"] == "streaming"]
     assert all("kl" in chunk for one in facts["agents"] for chunk in one["chunks"] if not one["dense"])
+    by_name = {one["method"]: one["scores"] for one in facts["conversations"] if one["task"] == "requests"}
+    for column, one in by_name["streaming"].items():  # of the last text
+        pairs = list(zip(one["answers"], by_name["stock"][column]["answers"], strict=True))
+        assert (pairs.count(("0", "1")), pairs.count(("1", "0"))) == (one["lost"], one["won"])
+        assert (one["answers"].count("1"), len(pairs)) == (one["right"], one["asked"])
     text = files[1].read_text()
     for words in ("### lookups: ", "### requests: ", "### chain: ", "### agents: 2 texts", "left out: "):
         assert words in text

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,32 @@ print(json.dumps(answer))
 """
 
 
+SHOW = ("show", "first-layers")
+COMMANDS = """
+import contextlib, io, json, sys
+from sparseprefill.adapters.cli.app import main
+
+said = []
+for sys.argv in json.loads(sys.argv[1]):
+    out, error, code = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+        try:
+            main()
+        except SystemExit as ended:
+            code = ended.code
+    said.append([code, out.getvalue(), error.getvalue()])
+print(json.dumps(said))
+"""
+
+
+def commands(site: Path, *lines: Sequence[str], **environment: str) -> list[tuple[int, str, str]]:
+    """Exit code, output and errors of command lines, one after the other in a fresh Python."""
+    done = run(site, "-c", COMMANDS, json.dumps([["sparseprefill", *line] for line in lines]), **environment)
+    assert done.returncode == 0, done.stderr
+    found: list[tuple[int, str, str]] = json.loads(done.stdout)
+    return found
+
+
 def run(site: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """A fresh Python that sees the installed packages, outside the repository."""
     settings = {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1", **environment}
@@ -139,8 +166,8 @@ def test_the_refiners_name_and_parameters_are_checked(answer: dict[str, Any]) ->
 
 
 def test_the_command_line_shows_the_refiner(site: Path) -> None:
-    done = run(site, "-m", "sparseprefill", "show", "first-layers", "--json")
-    facts = json.loads(done.stdout)
+    (_, shown, _), (_, told, _) = commands(site, (*SHOW, "--json"), SHOW)
+    facts = json.loads(shown)
     (layers,) = facts.pop("parameters")
     assert (layers["name"], layers["default"], layers["bounds"]) == ("layers", 2, "integer >= 0")
     assert layers["doc"] == "so many layers get every key."
@@ -151,8 +178,8 @@ def test_the_command_line_shows_the_refiner(site: Path) -> None:
         "class": "FirstLayers",
         "from": "plugin 'first-layers' of sparseprefill-first-layers 0.1.0",
     }
-    text = " ".join(run(site, "-m", "sparseprefill", "show", "first-layers").stdout.split())
-    assert "refiner: FirstLayers, from plugin 'first-layers' of sparseprefill-first-layers 0.1.0" in text
+    expected = "refiner: FirstLayers, from plugin 'first-layers' of sparseprefill-first-layers 0.1.0"
+    assert expected in " ".join(told.split())
 
 
 def test_the_broken_package_is_listed_with_its_error(answer: dict[str, Any]) -> None:
@@ -205,13 +232,12 @@ def test_the_demo_takes_the_method_and_the_refiner_like_any_other(site: Path) ->
     command = ("demo", "--tokens", "512", "--questions", "1", "--threads", "1", "--device", "cpu", "--json")
     method = ("--method", "last-block", "--set", "last-block.keep=16", "--set", "last-block.band=64")
     plugins = "last-block,first-layers"
+    refiners = ("--set", 'last-block.refiners=[{"name": "first-layers", "layers": 3}]')
+    lines = [(*command, *method, *layers, "--tail", "0") for layers in ((), refiners)]
     densities = []
-    for layers in ((), ("--set", 'last-block.refiners=[{"name": "first-layers", "layers": 3}]')):
-        done = run(
-            site, "-m", "sparseprefill", *command, *method, *layers, "--tail", "0", SPARSEPREFILL_PLUGINS=plugins
-        )
-        assert done.returncode == 0, done.stderr
-        stock, ours = json.loads(done.stdout)["methods"]
+    for code, shown, error in commands(site, *lines, SPARSEPREFILL_PLUGINS=plugins):
+        assert code == 0, error
+        stock, ours = json.loads(shown)["methods"]
         assert (stock["method"], ours["method"]) == ("stock", "last-block")
         densities.append(ours["density"])
     bare, refined = densities

@@ -2,7 +2,8 @@
 
 Those of attention, those of sampled rows, those of statistics that chunks extend, and those of methods that read keys.
 
-With ``every``, all variants; else `FEW` of attention, in which each of its branches is compiled, and all others. With
+With ``every``, all variants; else `FEW` of attention, in which each of its branches is compiled, and of estimates all
+but those of pages that hold the call's own type: what reads pages is in those of fp8, which convert besides. With
 ``into``, each kernel's PTX is left in the folder, so that two versions can be compared by ``diff -r``; set
 TRITON_DISABLE_LINE_INFO=1 for that, or moved lines differ.
 
@@ -292,13 +293,13 @@ def column_sums(call: AttentionCall) -> object:
 
 def kept_tiles(call: AttentionCall) -> object:
     """rowmax's, in the call's type."""
-    return rowmax.kept_tiles(call, RowMaxConfig(precision="exact"))
+    return rowmax.kept_tiles(call, RowMaxConfig(every=2, width=None, union="group", precision="exact"))
 
 
 def kept_tiles_in_8_bits(call: AttentionCall) -> object:
     """The same by products of e4m3, with a union and under a window."""
     call = evolve(call, window=100, softcap=30.0, sinks=torch.zeros(2))
-    return rowmax.kept_tiles(call, RowMaxConfig(union="group", precision="fp8"))
+    return rowmax.kept_tiles(call, RowMaxConfig(every=2, width=None, union="group", precision="fp8"))
 
 
 def kept_columns(call: AttentionCall) -> object:
@@ -413,11 +414,13 @@ def main() -> None:
     replace(hopper, LEAST_KEYS=0, LEAST_ITEMS=0, LEAST_BLOCKS=0)
     replace(groups, COPY=0)  # or keys of a prompt this short would be copied out of their pages
     found: dict[str, list[str]] = {}
-    asked = {*VARIANTS, *HOPPER_VARIANTS} if "every" in sys.argv[1:] else {*FEW}
+    every = "every" in sys.argv[1:]
+    asked = {*VARIANTS, *HOPPER_VARIANTS} if every else {*FEW}
+    estimates = {name: one for name, one in ESTIMATES.items() if every or not name.endswith(": pages")}
     # What the portable kernel repairs behind the Hopper kernel, it compiles in variants of its own.
     families: list[tuple[tuple[Family, ...], Mapping[str, Any], str]] = [
         ((), VARIANTS, ""), ((HOPPER, HOPPER_INT8), HOPPER_VARIANTS, "hopper"), ((), ROWS, "row_tiles"),
-        ((), FLOOR, "_kernel"), ((), PREFIX, "_kernel"), ((), ESTIMATES, "_kernel"),
+        ((), FLOOR, "_kernel"), ((), PREFIX, "_kernel"), ((), estimates, "_kernel"),
     ]  # fmt: skip
     for records, variants, only in families:
         replace(JITFunction, run=compiling(compiled, only, keep))

@@ -8,6 +8,7 @@ TRITON_INTERPRET. A fake driver names capability 9.0, tensors lie on the CPU, an
 from __future__ import annotations
 
 import json
+import math
 import random
 import sys
 from collections.abc import Callable, Sequence
@@ -36,9 +37,9 @@ FIXED = ([(8190, 16_380)], [(2871, 8192)], [(133, 32_768)], [(200, 300)], [(2048
 """Steps that once were found to compile anew: rows and keys of each request."""
 
 
-COLUMNS = "rowmax, columns"
+TILES = "rowmax, tiles"
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
-    COLUMNS: ("rowmax", {"width": 16, "union": "head", "every": 4, "eps": 0.0025}),
+    TILES: ("rowmax", {"width": None, "union": "group", "every": 2, "eps": 0.02, "times": math.inf}),
 }
 """Methods with other settings than their defaults, by a name of their own."""
 
@@ -55,7 +56,7 @@ def recording(seen: set[tuple[str, str]]) -> Callable[..., None]:
     return run
 
 
-def steps(longest: int, count: int = 20) -> list[list[tuple[int, int]]]:
+def steps(longest: int, count: int = 8) -> list[list[tuple[int, int]]]:
     """Rows and keys of the requests of each step, drawn, with at most `STEP` rows."""
     draw, found = random.Random(0), [list(one) for one in FIXED]
     for _ in range(count):

@@ -21,6 +21,7 @@ from sparseprefill.testing import tensors
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "rowmax, union": ("rowmax", {"union": "group"}),
+    "rowmax, tiles": ("rowmax", {"width": None}),
     "rowmax, columns": ("rowmax", {"union": "head", "block": 32, "width": 16}),
     "star-attention, inner": ("star-attention", {"inner": "streaming"}),
 }

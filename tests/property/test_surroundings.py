@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache, partial
@@ -59,10 +59,10 @@ CALLS: dict[str, sp.AttentionCall] = {
     "starts": make(90, 150, batch=2, heads=4, kv_heads=2, starts=int32(0, 37), softcap=3.0),
 }
 SHORT: dict[str, sp.AttentionCall] = {
-    "plain": make(70, heads=4, kv_heads=2, kind="stripes"),
-    "starts": make(40, 70, batch=2, heads=4, kv_heads=2, starts=int32(0, 19), softcap=3.0),
+    "plain": make(40, heads=4, kv_heads=2, kind="stripes"),
+    "starts": make(24, 40, batch=2, heads=2, kv_heads=1, starts=int32(0, 19), softcap=3.0),
 }
-"""For executors: five tiles of columns, and every tile costs the reference a step of Python."""
+"""For executors: three tiles of columns, and every tile costs the reference a step of Python."""
 
 
 @contextmanager
@@ -153,11 +153,11 @@ def prefill(name: str, word: str) -> list[sp.Result]:
 FIRST = ("bfloat16", "default float64", "default device meta")
 
 
-def cases() -> Iterator[Any]:
-    """Every method within what makes the largest difference; a few within the rest, and with ``-m thorough`` all."""
-    for name in METHODS:
+def cases(names: Collection[str] = METHODS, few: Collection[str] = tuple(SCOPES.values())) -> Iterator[Any]:
+    """Every name within what makes the largest difference; a few within the rest, and with ``-m thorough`` all."""
+    for name in names:
         for word, entered in AROUND.items():
-            later = word not in FIRST and name not in SCOPES.values()
+            later = word not in FIRST and name not in few
             yield pytest.param(name, entered, id=f"{name}-{word}", marks=[pytest.mark.thorough] if later else [])
 
 
@@ -185,13 +185,12 @@ def refined(refiner: str, name: str, word: str) -> sp.Plan:
     return REFINERS[refiner].refine(CALLS[word], planned(name, word), sp.Memory())
 
 
-@around
-@pytest.mark.parametrize("refiner", REFINERS)
+@pytest.mark.parametrize(("refiner", "around"), cases(REFINERS, ("recall", "decay")))
 def test_a_refiner_alone(refiner: str, around: Around) -> None:
-    for word in CALLS:
-        for name in ("anchor-attention", "flexprefill"):
-            planned(name, word)  # not within
-            unchanged(around, refined, refiner, name, word)
+    """Of a plan with a carry and stripes, and of one of padded rows."""
+    for name, word in (("anchor-attention", "plain"), ("flexprefill", "starts")):
+        planned(name, word)  # not within
+        unchanged(around, refined, refiner, name, word)
 
 
 @cache
@@ -237,8 +236,7 @@ def run_by(executor: str, word: str) -> list[Any]:
     ]
 
 
-@around
-@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize(("executor", "around"), cases(EXECUTORS, ("cpu",)))
 def test_an_executor_alone(executor: str, around: Around) -> None:
     for word in SHORT:
         plans(word)
@@ -313,10 +311,18 @@ def faked(call: sp.AttentionCall, mode: FakeTensorMode) -> sp.AttentionCall:
     return evolve(call, **made)
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_a_call_of_fake_tensors_leaves_nothing_behind(name: str) -> None:
+def corrected_or_not() -> Iterator[Any]:
+    """Every method alone; a method of each head scope with a corrector, and with ``-m thorough`` all."""
+    for name in METHODS:
+        yield name, (None,)
+        marks = [] if name in SCOPES.values() else [pytest.mark.thorough]
+        yield pytest.param(name, tuple(CORRECTORS.values()), marks=marks)
+
+
+@pytest.mark.parametrize(("name", "correctors"), corrected_or_not())
+def test_a_call_of_fake_tensors_leaves_nothing_behind(name: str, correctors: tuple[sp.Corrector | None, ...]) -> None:
     """Of sizes that no call had before it, and of sizes that one had: real calls of them come out the same."""
-    for number, corrector in enumerate((None, *CORRECTORS.values())):
+    for number, corrector in enumerate(correctors, len(correctors) - 1):
         pipeline = small(name).with_corrector(corrector).with_recall(0.9)
         call = make(151 + 3 * METHODS.index(name) + number, heads=4, kv_heads=2, kind="stripes")
         found = []

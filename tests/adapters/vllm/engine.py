@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import select
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +52,48 @@ def run(jobs: list[dict[str, Any]], folder: Path, *flags: str, **more: str) -> l
     assert done.returncode == 0, log.read_text()[-4000:]
     answers: list[dict[str, Any]] = json.loads(answered.read_text())
     return answers
+
+
+class Commands:
+    """Commands of `lab.vllm`, one after the other in a process that the first of them starts; see `lab_process`.
+
+    folder: holds what the process prints.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._log, self._folder = folder / "log.txt", folder
+        self._process: subprocess.Popen[str] | None = None
+
+    def run(self, *arguments: str) -> tuple[int, str]:
+        """Exit code and output of a command."""
+        if self._process is None or self._process.poll() is not None:
+            with self._log.open("w") as out:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "adapters.vllm.lab_process"],
+                    cwd=self._folder,
+                    env=environment(VLLM_CPU_KVCACHE_SPACE="1"),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=out,
+                    text=True,
+                )
+        asked, answered = self._process.stdin, self._process.stdout
+        assert asked is not None
+        assert answered is not None
+        asked.write(json.dumps(arguments) + "\n")
+        asked.flush()
+        ready, _, _ = select.select([answered], [], [], PATIENCE)
+        line = answered.readline() if ready else ""
+        if not line:
+            self._process.kill()
+        assert line, self._log.read_text()[-4000:]
+        status, said = json.loads(line)
+        return status, said
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.communicate(timeout=PATIENCE)
 
 
 def tokens(answer: dict[str, Any], turn: int = 0) -> list[list[int]]:

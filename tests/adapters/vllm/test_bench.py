@@ -7,8 +7,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -50,21 +48,16 @@ def invoke(*arguments: str) -> Result:
     return CliRunner().invoke(app, list(arguments))
 
 
-def command(folder: Path, *arguments: str, sizes: Sequence[str] = ENGINE) -> tuple[int, dict[str, Any], str]:
-    """Exit status, the JSON and the Markdown of a command in a process of its own. sizes: of its engine."""
+def command(
+    commands: engine.Commands, folder: Path, *arguments: str, sizes: Sequence[str] = ENGINE
+) -> tuple[int, dict[str, Any], str]:
+    """Exit status, the JSON and the Markdown of a command in the session's process. sizes: of its engine."""
     figures, table = folder / "figures.json", folder / "table.md"
     written = ("--json", str(figures), "--markdown", str(table))
-    done = subprocess.run(
-        [sys.executable, "-m", "lab.vllm", *arguments, *sizes, *written],
-        cwd=folder,
-        env=engine.environment(VLLM_CPU_KVCACHE_SPACE="1"),
-        capture_output=True,
-        text=True,
-        timeout=engine.PATIENCE,
-        check=False,
-    )
-    assert figures.exists(), done.stderr[-4000:]
-    return done.returncode, json.loads(figures.read_text()), table.read_text()
+    figures.unlink(missing_ok=True)
+    status, said = commands.run(*arguments, *sizes, *written)
+    assert figures.exists(), said[-4000:]
+    return status, json.loads(figures.read_text()), table.read_text()
 
 
 def answer(*tokens: int, logprobs: Sequence[dict[int, float]] = ()) -> Answer:
@@ -346,10 +339,10 @@ def test_without_vllm(name: str) -> None:
 
 @engine.NEEDED
 @pytest.mark.slow
-def test_tokens_equal_and_not(tmp_path: Path) -> None:
+def test_tokens_equal_and_not(commands: engine.Commands, tmp_path: Path) -> None:
     asked = ("equal", "--length", "500", "--length", "300", "--length", "20", "--chunk", "256", "--tokens", "4")
     status, found, table = command(
-        tmp_path, *asked, "--block-size", "32", "--cache-dtype", "auto", "--cache-dtype", "fp8"
+        commands, tmp_path, *asked, "--block-size", "32", "--cache-dtype", "auto", "--cache-dtype", "fp8"
     )
     refused = "FP8 KV cache on CPU requires" in table  # by vLLM's own attention, on this processor
     assert int(refused) == status, table
@@ -358,7 +351,7 @@ def test_tokens_equal_and_not(tmp_path: Path) -> None:
     assert all(row["equal"] and row["generated"] == 4 and row["sparse_calls"] > 0 for row in rows)
     assert [0, 0, 0, 224, 128, 0] == [row["cached"] for row in rows[:6]]
     assert all(row["logprobs"] < 1e-3 for row in rows)
-    status, found, table = command(tmp_path, *asked, *STREAMING, "--set", "streaming.block=16")
+    status, found, table = command(commands, tmp_path, *asked, *STREAMING, "--set", "streaming.block=16")
     assert 1 == status
     assert any(row["first"] is not None for row in found["rows"])
     assert "| no |" in table
@@ -366,9 +359,9 @@ def test_tokens_equal_and_not(tmp_path: Path) -> None:
 
 @engine.NEEDED
 @pytest.mark.slow
-def test_first_tokens(tmp_path: Path) -> None:
+def test_first_tokens(commands: engine.Commands, tmp_path: Path) -> None:
     asked = ("ttft", "--length", "768", "--length", "256", "--chunk", "0", "--chunk", "256", "--rounds", "1")
-    status, found, table = command(tmp_path, *asked, *STREAMING)
+    status, found, table = command(commands, tmp_path, *asked, *STREAMING)
     assert 0 == status, table
     rows = found["rows"]
     cases = [(256, 256, 1), (768, 768, 1), (768, 256, 3)]

@@ -22,6 +22,7 @@ from lab.vllm.answering_form import form as answering_form
 from lab.vllm.decoding import DECODE, MIXED, Decoding, Steps
 from lab.vllm.decoding_form import form as decoding_form
 from lab.vllm.positions import Positions
+from lab.vllm.pretrained import stretched
 from lab.vllm.shapes import Shape
 from lab.vllm.traffic import Desk, Life, arrivals, percentile
 from lab.vllm.under_load import Loaded, Times, UnderLoad
@@ -285,11 +286,11 @@ def test_answers_are_told_beside_stock() -> None:
 
 @engine.NEEDED
 @pytest.mark.slow
-def test_requests_over_time(tmp_path: Path) -> None:
+def test_requests_over_time(commands: engine.Commands, tmp_path: Path) -> None:
     shapes = ("whole:300", "mix:140,300", "prefix:512+300")
     asked = ("load", *(word for text in shapes for word in ("--shape", text)), "--rate", "50", "--requests", "3")
     more = ("--tokens", "4", "--budget", "256", "--warm", "1")
-    status, found, table = command(tmp_path, *asked, *more, *STREAMING)
+    status, found, table = command(commands, tmp_path, *asked, *more, *STREAMING)
     assert 0 == status, table
     rows = {(row["backend"], row["shape"]): row for row in found["rows"]}
     assert ["CPU_ATTN"] * 3 + ["dense"] * 3 + ["streaming"] * 3 == [row["backend"] for row in found["rows"]]
@@ -315,9 +316,9 @@ def test_requests_over_time(tmp_path: Path) -> None:
 
 @engine.NEEDED
 @pytest.mark.slow
-def test_steps_that_decode(tmp_path: Path) -> None:
+def test_steps_that_decode(commands: engine.Commands, tmp_path: Path) -> None:
     asked = ("decode", "--rows", "4", "--length", "20", "--tokens", "12", "--budget", "256", "--rounds", "2")
-    status, found, table = command(tmp_path, *asked, "--with-prefill", "--prompt", "500", *STREAMING)
+    status, found, table = command(commands, tmp_path, *asked, "--with-prefill", "--prompt", "500", *STREAMING)
     assert 0 == status, table
     wanted = [(name, kind, rows) for kind, rows in ((DECODE, 4), (MIXED, 3)) for name in ("CPU_ATTN", "streaming")]
     assert wanted == [(row["backend"], row["kind"], row["rows"]) for row in found["rows"]]
@@ -333,9 +334,9 @@ def test_steps_that_decode(tmp_path: Path) -> None:
 
 @engine.NEEDED
 @pytest.mark.slow
-def test_answers_under_load(tmp_path: Path) -> None:
+def test_answers_under_load(commands: engine.Commands, tmp_path: Path) -> None:
     asked = ("answers", "--requests", "4", "--length", "1024", "--rate", "20", "--method", "sample-attention")
-    status, found, table = command(tmp_path, *asked, sizes=("--stock", "CPU_ATTN", "--dtype", "float32"))
+    status, found, table = command(commands, tmp_path, *asked, sizes=("--stock", "CPU_ATTN", "--dtype", "float32"))
     assert 0 == status, table
     stock, dense, ours = found["rows"]
     assert ["CPU_ATTN", "dense", "sample-attention"] == [row["backend"] for row in found["rows"]]
@@ -362,14 +363,32 @@ def test_what_cannot_be_measured(arguments: tuple[str, ...], said: str) -> None:
     assert said in " ".join(result.output.split())
 
 
+def test_a_model_is_stretched_once(tmp_path: Path) -> None:
+    from transformers import LlamaConfig
+
+    LlamaConfig(
+        max_position_embeddings=32768, rope_parameters={"rope_type": "default", "rope_theta": 1e6}
+    ).save_pretrained(tmp_path)
+    assert {} == stretched(tmp_path, 1.0)
+    made = stretched(tmp_path, 4.0)["hf_overrides"]
+    assert 131072 == made["max_position_embeddings"]
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, "rope_theta": 1e6}
+    assert rope == made["rope_parameters"]
+    LlamaConfig(**made).save_pretrained(tmp_path)
+    with pytest.raises(CommandError, match=r"--yarn 2: .* has rope_type 'yarn' already"):
+        stretched(tmp_path, 2.0)
+
+
 @engine.NEEDED
 @pytest.mark.slow
-def test_a_trained_model_profile_by_profile(tmp_path: Path) -> None:
+def test_a_trained_model_profile_by_profile(commands: engine.Commands, tmp_path: Path) -> None:
     (tmp_path / "narrow.toml").write_text('method = "streaming"\nparameters = { sink = 32, window = 64 }\n')
     asked = ("pretrained", "--model", "embedded", "--method", "dense", "--config", str(tmp_path / "narrow.toml"))
     sizes = ("--length", "3072", "--behind", "512+256", "--mix", "128,256", "--requests", "3", "--rate", "50")
     more = ("--texts", "1", "--rounds", "1", "--tokens", "3", "--engine", '{"enforce_eager": true}')
-    status, found, table = command(tmp_path, *asked, *sizes, *more, sizes=("--stock", "CPU_ATTN", "--dtype", "float32"))
+    status, found, table = command(
+        commands, tmp_path, *asked, *sizes, *more, sizes=("--stock", "CPU_ATTN", "--dtype", "float32")
+    )
     assert 0 == status, table
     names = ["CPU_ATTN", "off", "dense", "narrow"]
     rows = {name: [row for row in found["rows"] if row["backend"] == name and row["tokens"]] for name in names}

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,6 +42,10 @@ SPARSE: dict[str, dict[str, Any]] = {
         "sparse": {"method": "vertical-slash", "parameters": {"gamma": 0.3}, "min_query": 32, "tail": 0},
     },
 }
+OTHERS: dict[str, dict[str, Any]] = {
+    "not selected": {"sparse": STREAMING},
+    "strict": {"latent": True, "sparse": {**STREAMING, "strict": True, "min_query": 4096}},
+}
 NEAR = 0.02
 """Between log probabilities: of float32, and of bfloat16, where two kernels round differently."""
 ROUGH = 0.5
@@ -61,6 +64,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     given = {"model": model, "tokens": 4, "prompt_logprobs": 0, "latent": True}
     ours = {name: {**given, **job} for name, job in {**JOBS, **SPARSE}.items()}
     jobs = {**ours, **{f"stock: {name}": stock(ours[name]) for name in JOBS}}
+    jobs |= {name: {"model": model, "rounds": [MIXED[-1:]], **job} for name, job in OTHERS.items()}
     return dict(zip(jobs, engine.run(list(jobs.values()), folder), strict=True))
 
 
@@ -112,12 +116,9 @@ def test_a_request_asks_for_dense_attention(answers: dict[str, Any]) -> None:
         assert any("the request asks for it (sparseprefill: off)" in note for note in answers[name]["report"]["notes"])
 
 
-def test_without_it_selected_the_model_is_vllms_own(tmp_path: Path) -> None:
+def test_without_it_selected_the_model_is_vllms_own(answers: dict[str, Any]) -> None:
     """``--attention-backend CUSTOM`` is for other attention, and the report names what is for this one."""
-    model = str(models.save("deepseek", tmp_path / "deepseek"))
-    job = {"model": model, "rounds": [MIXED[-1:]], "sparse": STREAMING}
-    strict = {**job, "latent": True, "sparse": {**STREAMING, "strict": True, "min_query": 4096}}
-    answer, refused = engine.run([job, strict], tmp_path)
+    answer, refused = answers["not selected"], answers["strict"]
     (note,) = answer["report"]["notes"]
     assert "nothing can run sparse; for this model it is --attention-config.mla_prefill_backend CUSTOM" in note
     assert "AttachError: strict: " in refused["error"]

@@ -29,6 +29,7 @@ from sparseprefill.adapters.vllm.plan import plan
 from sparseprefill.adapters.vllm.runtime import UNSEEN, Runtime, interval_of_host
 
 import sparseprefill as sp
+from helpers.patience import patient
 
 from .test_plan import NOTHING, RunnerV1, RunnerV2, common, runtime, stock
 
@@ -136,11 +137,11 @@ def test_the_thread_ends_with_its_owner() -> None:
     enough = threading.Event()
     owner = Owner(enough)
     thread = every(0.01, owner, owner.tell)
-    assert enough.wait(30)
+    assert enough.wait(patient(30))
     assert thread.daemon
     del owner
     gc.collect()
-    thread.join(30)
+    thread.join(patient(30))
     assert not thread.is_alive()
 
 

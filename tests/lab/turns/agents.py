@@ -10,15 +10,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from attrs import field, frozen
-from sparseprefill.adapters.evaluation.outcome import Contender, Copies, Divergence, compare
+from attrs import evolve, field, frozen
+from sparseprefill.adapters.evaluation.outcome import Contender, Divergence, compare
 from sparseprefill.adapters.evaluation.prompts import Prompt, Span
-from sparseprefill.adapters.evaluation.reading import Reader, Rows, copied, right_inside
+from sparseprefill.adapters.evaluation.reading import Reader, Rows, hits_of
 from sparseprefill.adapters.evaluation.texts import COPIES, FACTS, built_in
 
-from sparseprefill.errors import SparsePrefillError
-
-from .talk import Densities, attached, layers_of
+from .talk import Densities, Scores, attached, layers_of, told
 
 EACH = 1024
 """Tokens of a text for each passage and each fact, where it is so long that this makes more than usual."""
@@ -46,11 +44,11 @@ class Shape:
 
 @frozen
 class Chunk:
-    """What one contender made of one chunk of one text. divergence: from the run in which all was dense, None for
-    that run itself. density: over all layers; one that ran dense counts as 1. seconds: of the chunk's prefill."""
+    """What one contender made of one chunk of one text. scores: which restated tokens are right, and which facts.
+    divergence: from the run in which all was dense, None for that run itself. density: over all layers; one that ran
+    dense counts as 1. seconds: of the chunk's prefill."""
 
-    copies: Copies
-    facts: tuple[int, int]
+    scores: Scores
     divergence: Divergence | None
     density: float
     seconds: float
@@ -125,13 +123,13 @@ class Dense:
         return cls(reader, prompt, shape, parts, rows, Run(prompt.name, contender, chunks))
 
     def run(self, contender: Contender) -> Run:
-        """Let a contender read it. An error of the library, or lack of memory, ends the contender alone."""
+        """Let a contender read it. An error ends the contender alone."""
         if contender.pipeline is None:
             return self.stock
         try:
             _, chunks, reasons = _read(self.reader, self.prompt, self.shape, self.parts, contender, self.rows)
-        except (SparsePrefillError, torch.OutOfMemoryError) as error:
-            return Run(self.prompt.name, contender, error=str(error).splitlines()[0])
+        except Exception as error:  # whatever a kernel or a compiler raises: the others are worth having
+            return Run(self.prompt.name, contender, error=told(error))
         return Run(self.prompt.name, contender, chunks, reasons)
 
 
@@ -157,21 +155,23 @@ def _read(
             rows, cache = reader.prefill(ids[:, first:last], cache)
             seconds = time.perf_counter() - began
             density = 1.0 if handle is None else watch.take()
-            found = copied(parts[index], rows) or Copies()
-            right = right_inside(parts[index], rows).get("facts", (0, 0))
             apart = None if dense is None else _apart(parts[index], dense[index], rows)
-            chunks.append(Chunk(found, right, apart, density, seconds))
+            chunks.append(Chunk(_scores(parts[index], rows), apart, density, seconds))
             kept += [rows] if dense is None else []
         cache = None
         reasons = {} if handle is None else dict(handle.report().fallbacks)
     if not reader.on_cpu:
         with attached(reader.model, contender):
             times = _timed(reader, ids, shape)
-        chunks = [
-            Chunk(one.copies, one.facts, one.divergence, one.density, seconds)
-            for one, seconds in zip(chunks, times, strict=True)
-        ]
+        chunks = [evolve(one, seconds=seconds) for one, seconds in zip(chunks, times, strict=True)]
     return tuple(kept), tuple(chunks), reasons
+
+
+def _scores(chunk: Prompt, rows: Rows) -> Scores:
+    """Tokens of passages one by one; facts that are right to the last token."""
+    copies = hits_of(chunk, [one for one in chunk.copies if one.last <= len(rows)], rows)
+    facts = hits_of(chunk, [one for one in chunk.inside if one.last <= len(rows) and one.family == "facts"], rows)
+    return {"copies": tuple(hit for span in copies for hit in span), "facts": tuple(map(all, facts))}
 
 
 def _apart(chunk: Prompt, dense: Rows, rows: Rows) -> Divergence:

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from attrs import field, frozen
+from attrs import asdict, field, fields, frozen
 from sparseprefill.adapters.cli import render
 from sparseprefill.adapters.cli.catalog import worded
 from sparseprefill.adapters.cli.group import write
 from sparseprefill.adapters.cli.render import Column, Table
 from sparseprefill.adapters.cli.results import right_of, small
-from sparseprefill.adapters.evaluation.outcome import Copies, Divergence, pooled
+from sparseprefill.adapters.evaluation.outcome import Divergence, pooled
 
 from lab import files as written
 from lab.bench import facts
@@ -22,7 +22,7 @@ from lab.files import Files
 
 from .agents import Chunk, Run
 from .requests import COUNTED
-from .talk import FIRST, Played, Scores, added
+from .talk import FIRST, Played, Scores
 
 if TYPE_CHECKING:
     from sparseprefill.adapters.cli.setup import Place
@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
 HALF = 0.5
 """Share of right answers below which the model itself cannot do what a column shows."""
+PAIRED = "right / asked; -N, +N: of dense's right ones that are lost, and of its wrong ones that are right here. "
 NOTES = (
-    "right / asked; dense's own are in its row. density: pairs computed / causal pairs of the text's prefill, "
+    f"{PAIRED}density: pairs computed / causal pairs of the text's prefill, "
     "mean over the layers. Methods prefill; every answer is decoded, or read, with dense attention behind their cache."
 )
 TASKS = {
@@ -45,7 +46,7 @@ TASKS = {
 """What the columns of each table are."""
 AGENTS = (
     "Each chunk is prefilled behind the cache of all before it. copies, facts: restated tokens and facts that are the "
-    "likeliest, right / asked, of those that an earlier chunk has (in the prefix: of all). KL, 99 %: KL(dense || "
+    f"likeliest, of those that an earlier chunk has (in the prefix: of all): {PAIRED}KL, 99 %: KL(dense || "
     "sparse) of the next token in nats over all rows of the chunk, mean and 99th percentile, against the run in which "
     "everything was dense; NLL: ratio of mean negative log-likelihoods, sparse / dense. density: pairs computed / "
     "causal pairs of the chunk's calls. seconds: of the chunk's prefill, mean over the texts, on a CPU with "
@@ -96,8 +97,52 @@ def report(found: Found, about: Mapping[str, Any], place: Place, files: Files) -
 def keep(found: Found, about: Mapping[str, Any], place: Place, files: Files, *, last: bool = False) -> None:
     """Write the figures to the JSON file, should one be wanted: what a long run has is there if it is killed."""
     if last or not files.alone:
-        asked, agents = [_played(one) for one in found.played], [_run(one) for one in found.runs]
+        asked = [_played(one, _dense_scores(one, found.played)) for one in found.played]
+        stock = {one.text: one for one in found.runs if one.contender.pipeline is None and not one.error}
+        agents = [_run(one, None if one.contender.pipeline is None else stock.get(one.text)) for one in found.runs]
         write_figures(files.json, facts.about(place.device, **about, conversations=asked, agents=agents))
+
+
+@frozen
+class Paired:
+    """Answers of one contender beside dense's to the same questions. lost: that dense has right and this one has not;
+    won: the other way round."""
+
+    right: int
+    asked: int
+    lost: int = 0
+    won: int = 0
+
+    @classmethod
+    def of(cls, mine: Sequence[bool], dense: Sequence[bool] | None) -> Paired:
+        """dense: None for dense itself, or where its answers are not known."""
+        pairs = [] if dense is None else list(zip(mine, dense, strict=True))
+        lost, won = (sum(one == pair for one in pairs) for pair in ((False, True), (True, False)))
+        return cls(sum(mine), len(mine), lost, won)
+
+    def __add__(self, other: Paired) -> Paired:
+        """Both together."""
+        sums = (getattr(self, one.name) + getattr(other, one.name) for one in fields(Paired))
+        return Paired(*sums)
+
+    @property
+    def text(self) -> str:
+        """Right and asked, and what differs from dense's; nothing where nothing was asked."""
+        apart = [f"{sign}{count}" for sign, count in (("-", self.lost), ("+", self.won)) if count]
+        return " ".join([right_of((self.right, self.asked)), *apart]).strip()
+
+    @classmethod
+    def by_column(cls, scores: Scores, dense: Scores | None) -> dict[str, Paired]:
+        """Of each column of one conversation or chunk."""
+        return {name: cls.of(mine, None if dense is None else dense.get(name)) for name, mine in scores.items()}
+
+
+def summed(found: Sequence[Mapping[str, Paired]]) -> dict[str, Paired]:
+    """Of each column of several conversations or chunks."""
+    made: dict[str, Paired] = {}
+    for name, one in (pair for each in found for pair in each.items()):
+        made[name] = made[name] + one if name in made else one
+    return made
 
 
 @frozen
@@ -105,7 +150,7 @@ class _Row:
     """One contender on several conversations."""
 
     contender: Contender
-    scores: Scores
+    scores: Mapping[str, Paired]
     density: float
     error: str
 
@@ -115,14 +160,14 @@ def asked_table(task: str, played: Sequence[Played], title: str = "") -> Table:
     rows = []
     for group in _grouped(played):
         done = [one for one in group if not one.error]
-        scores = added([(name, *pair) for one in done for name, pair in one.scores.items()])
+        scores = summed([Paired.by_column(one.scores, _dense_scores(one, played)) for one in done])
         density = fmean(one.density for one in done) if done else 1.0
         rows.append(_Row(group[0].contender, scores, density, next((one.error for one in group if one.error), "")))
     able, unable = _able(rows[0].scores)
     columns: list[Column[_Row]] = [
         Column("method", lambda one: one.contender.label, words=True),
         Column("density", lambda one: f"{one.density:.1%}"),
-        *(Column[_Row](name, lambda one, name=name: right_of(one.scores.get(name, (0, 0)))) for name in able),  # type: ignore[misc]
+        *(Column(name, _cell(name)) for name in able),
     ]
     tokens = max((one.tokens for one in played), default=0)
     texts = len({one.text for one in played})
@@ -138,12 +183,24 @@ def asked_table(task: str, played: Sequence[Played], title: str = "") -> Table:
     )
 
 
-def _able(stock: Scores) -> tuple[list[str], list[str]]:
+def _dense_scores(one: Played, played: Sequence[Played]) -> Scores | None:
+    """Dense's answers to the same questions; None for dense itself, and where it has none."""
+    if one.contender.pipeline is None:
+        return None
+    same = (dense for dense in played if dense.contender.pipeline is None and not dense.error)
+    return next((dense.scores for dense in same if (dense.task, dense.text) == (one.task, one.text)), None)
+
+
+def _cell(name: str) -> Callable[[Any], str]:
+    return lambda one: one.scores[name].text if name in one.scores else ""
+
+
+def _able(stock: Mapping[str, Paired]) -> tuple[list[str], list[str]]:
     """Columns that say something, and what is to be said of the others."""
-    able = [name for name, (right, asked) in stock.items() if right >= HALF * asked]
+    able = [name for name, one in stock.items() if one.right >= HALF * one.asked]
     return able, [
-        f"left out: {name}, of which dense attention itself gets {right} of {asked} right"
-        for name, (right, asked) in stock.items()
+        f"left out: {name}, of which dense attention itself gets {one.right} of {one.asked} right"
+        for name, one in stock.items()
         if name not in able
     ]
 
@@ -159,12 +216,10 @@ class _Turn:
     error: str = ""
 
     @property
-    def copies(self) -> Copies:
-        return sum((one.copies for one in self.chunks), Copies())
-
-    @property
-    def facts(self) -> tuple[int, int]:
-        return sum(one.facts[0] for one in self.chunks), sum(one.facts[1] for one in self.chunks)
+    def scores(self) -> dict[str, Paired]:
+        own = self.contender.pipeline is None
+        pairs = zip(self.chunks, self.stock, strict=True)
+        return summed([Paired.by_column(mine.scores, None if own else dense.scores) for mine, dense in pairs])
 
     @property
     def divergence(self) -> Divergence | None:
@@ -194,15 +249,8 @@ def agents_table(runs: Sequence[Run], title: str = "") -> Table:
             chunks = tuple(one.chunks[index] for one in done)
             dense = tuple(stock[one.text].chunks[index] for one in done)
             rows.append(_Turn(group[0].contender, str(index or "prefix"), chunks, dense))
-    own = [one for one in rows if one.contender.pipeline is None]
-    total = sum((one.copies for one in own), Copies())
-    every = sum(one.facts[0] for one in own), sum(one.facts[1] for one in own)
-    scores = {"copies": (total.right, total.asked), "facts": every}
-    able, unable = _able({name: pair for name, pair in scores.items() if pair[1]})
-    cells: dict[str, Callable[[_Turn], str]] = {
-        "copies": lambda one: right_of((one.copies.right, one.copies.asked)),
-        "facts": lambda one: right_of(one.facts),
-    }
+    scores = summed([one.scores for one in rows if one.contender.pipeline is None])
+    able, unable = _able({name: one for name, one in scores.items() if one.asked})
 
     def apart(head: str, figure: Callable[[Divergence], str]) -> Column[_Turn]:
         return Column(head, lambda one: "" if one.divergence is None else figure(one.divergence))
@@ -210,7 +258,7 @@ def agents_table(runs: Sequence[Run], title: str = "") -> Table:
     columns: list[Column[_Turn]] = [
         Column("method", lambda one: one.contender.label, words=True),
         Column("turn", lambda one: one.name, words=True),
-        *(Column(name, cells[name]) for name in able),
+        *(Column(name, _cell(name)) for name in able),
         apart("KL", lambda found: small(found.kl)),
         apart("99 %", lambda found: small(found.high)),
         apart("NLL", lambda found: f"{found.nll_ratio:.3f}"),
@@ -253,20 +301,28 @@ def _who(one: Played | Run) -> dict[str, Any]:
     }
 
 
-def _played(one: Played) -> dict[str, Any]:
-    scores = {name: {"right": right, "asked": asked} for name, (right, asked) in one.scores.items()}
+def _played(one: Played, dense: Scores | None) -> dict[str, Any]:
+    scores = _answers(one.scores, dense)
     figures = {} if one.error else {"tokens": one.tokens, "density": one.density, "scores": scores}
     return {"task": one.task, **_who(one), **figures}
 
 
-def _run(one: Run) -> dict[str, Any]:
-    return {**_who(one), "chunks": [_chunk(each) for each in one.chunks]}
+def _run(one: Run, dense: Run | None) -> dict[str, Any]:
+    chunks = [None] * len(one.chunks) if dense is None else dense.chunks
+    return {**_who(one), "chunks": [_chunk(mine, own) for mine, own in zip(one.chunks, chunks, strict=True)]}
 
 
-def _chunk(one: Chunk) -> dict[str, Any]:
+def _answers(scores: Scores, dense: Scores | None) -> dict[str, Any]:
+    """Counts by column, and every answer: 1 for a right one."""
+    paired = Paired.by_column(scores, dense)
     return {
-        "copies": {"right": one.copies.right, "asked": one.copies.asked},
-        "facts": {"right": one.facts[0], "asked": one.facts[1]},
+        name: {**asdict(paired[name]), "answers": "".join("01"[one] for one in mine)} for name, mine in scores.items()
+    }
+
+
+def _chunk(one: Chunk, dense: Chunk | None) -> dict[str, Any]:
+    return {
+        **_answers(one.scores, None if dense is None else dense.scores),
         **({} if one.divergence is None else one.divergence.figures),
         **{"density": one.density, "seconds": one.seconds},
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from re import findall
@@ -23,8 +23,10 @@ from sparseprefill.plan import Result
 
 from .words import Ids, Words
 
-Scores = Mapping[str, tuple[int, int]]
-"""Right and asked, by what a column shows."""
+Answer = tuple[str, tuple[bool, ...]]
+"""What a column shows of one question: whether its value is right, or each of its tokens."""
+Scores = Mapping[str, tuple[bool, ...]]
+"""All of it, by column, in the order in which it was asked."""
 EXACT, FIRST = "exact", 12
 """Ends the name of the score of answers of which greedy decoding gives the first tokens, and so many."""
 
@@ -67,8 +69,9 @@ class Talk:
 class Played:
     """What one contender made of one conversation.
 
-    density: of the prefill, over all layers; one that ran dense counts as 1. reasons: why layers ran dense, with
-    counts. error: what stopped it; the other figures are then empty.
+    scores: what is right and what is not, so that contenders can be paired. density: of the prefill, over all layers;
+    one that ran dense counts as 1. reasons: why layers ran dense, with counts. error: what stopped it; the other
+    figures are then empty.
     """
 
     task: str
@@ -121,12 +124,19 @@ def layers_of(model: Any) -> int:
 def play(reader: Reader, tokenizer: Any, task: str, talk: Talk, contender: Contender) -> Played:
     """Let a contender prefill a conversation and answer its questions; decoding is dense.
 
-    An error of the library, or lack of memory, ends the contender alone.
+    An error ends the contender alone.
     """
     try:
         return _play(reader, tokenizer, task, talk, contender)
-    except (SparsePrefillError, torch.OutOfMemoryError) as error:
-        return Played(task, talk.name, contender, error=str(error).splitlines()[0])
+    except Exception as error:  # whatever a kernel or a compiler raises: the others are worth having
+        return Played(task, talk.name, contender, error=told(error))
+
+
+def told(error: Exception) -> str:
+    """An error in one line, the library's own and lack of memory in their own words."""
+    line = next(iter(str(error).splitlines()), "")
+    own = isinstance(error, SparsePrefillError | torch.OutOfMemoryError)
+    return line if own and line else f"{type(error).__name__}: {line or 'no message'}"
 
 
 @torch.inference_mode()
@@ -145,23 +155,23 @@ def _play(reader: Reader, tokenizer: Any, task: str, talk: Talk, contender: Cont
     return Played(task, talk.name, contender, len(talk.ids), added(scores), density, reasons)
 
 
-def _went_on(reader: Reader, tokenizer: Any, cache: Any, talk: Talk) -> Iterator[tuple[str, int, int]]:
+def _went_on(reader: Reader, tokenizer: Any, cache: Any, talk: Talk) -> Iterator[Answer]:
     """One question after the other, each behind those before it and their right answers, so that what one contender
     gets wrong counts once, and all read the same conversation."""
     pending: list[int] = []
     for turn in talk.turns:
         answer = list(turn.answer)
         found = answered(reader.model, cache, [*pending, *turn.prompt], answer)
-        yield turn.family, turn.value in findall(r"\w+", tokenizer.decode(found)), 1
+        yield turn.family, (turn.value in findall(r"\w+", tokenizer.decode(found)),)
         if found != answer and len(answer) > 1:  # the last token of an answer is not in the cache yet
             cache.crop(1 - len(answer))
             reader.follow(cache, torch.tensor([answer[:-1]], device=reader.device))  # so short that it is decoding
         pending = answer[-1:]
 
 
-def _forced(reader: Reader, cache: Any, turn: Turn, handle: Handle | None) -> Iterator[tuple[str, int, int]]:
-    """How many tokens of the right answer are the likeliest, and whether the first ones all are, so that greedy
-    decoding gives them; the cache is left as it was."""
+def _forced(reader: Reader, cache: Any, turn: Turn, handle: Handle | None) -> Iterator[Answer]:
+    """Which tokens of the right answer are the likeliest, and whether the first ones all are, so that greedy decoding
+    gives them; the cache is left as it was."""
     length = cache.get_seq_length()
     device, answer = reader.device, torch.tensor(turn.answer)
     first = reader.follow(cache, torch.tensor([turn.prompt], device=device))[-1:].argmax(-1)
@@ -172,16 +182,15 @@ def _forced(reader: Reader, cache: Any, turn: Turn, handle: Handle | None) -> It
             others = reader.follow(cache, answer[None, :-1].to(device)).argmax(-1)
     cache.crop(length - cache.get_seq_length())
     right = torch.cat([first, others]).cpu() == answer
-    yield turn.family, int(right.sum()), len(answer)
-    yield f"{turn.family}, {EXACT}", bool(right[:FIRST].all()), 1
+    yield turn.family, tuple(right.tolist())
+    yield f"{turn.family}, {EXACT}", (bool(right[:FIRST].all()),)
 
 
-def added(scores: Sequence[tuple[str, int, int]]) -> Scores:
-    """Right and asked by column, in the order in which they came."""
-    made: dict[str, tuple[int, int]] = {}
-    for family, right, asked in scores:
-        before = made.get(family, (0, 0))
-        made[family] = before[0] + right, before[1] + asked
+def added(answers: Iterable[Answer]) -> Scores:
+    """Answers by column, in the order in which they came."""
+    made: dict[str, tuple[bool, ...]] = {}
+    for column, right in answers:
+        made[column] = (*made.get(column, ()), *right)
     return made
 
 

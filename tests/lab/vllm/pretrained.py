@@ -117,13 +117,16 @@ def contenders(methods: Sequence[str], configs: Sequence[Path], gate: bool) -> d
 
 
 def stretched(folder: Path, factor: float) -> dict[str, Any]:
-    """Options for ``LLM`` that let a model read `factor` times its context."""
+    """Options for ``LLM`` that let a model read `factor` times its context; CommandError for one stretched already."""
     if factor == 1:
         return {}
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder)
-    rope = {**dict(getattr(config, "rope_parameters", None) or {}), "rope_type": "yarn", "factor": factor}
+    own = dict(getattr(config, "rope_parameters", None) or {})
+    if own.get("rope_type", "default") != "default":
+        raise CommandError(f"--yarn {factor:g}: {folder} has rope_type {own['rope_type']!r} already; leave --yarn out")
+    rope = {**own, "rope_type": "yarn", "factor": factor}
     rope["original_max_position_embeddings"] = config.max_position_embeddings
     longest = int(config.max_position_embeddings * factor)  # of rope alone, vLLM 0.32 takes the length for unstretched
     return {"hf_overrides": {"rope_parameters": rope, "max_position_embeddings": longest}}
