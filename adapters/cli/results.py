@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -180,14 +181,15 @@ def _changed(contender: Contender) -> str:
 def _looked_at(rows: Sequence[Summary], sizes: Sizes) -> dict[str, str]:
     """Rows that were looked at in words, which short prompts have fewer of than were asked for."""
     lengths = max((one.lengths for one in rows), key=len)
-    count = sum(inside_rows(one) for one in lengths)
+    count = sum(ceil(inside_rows(one) / sizes.every) for one in lengths)
+    each = "" if sizes.every == 1 else f", one in {sizes.every},"
     of = f" of {len(lengths)} prompts," if len(lengths) > 1 else ""
     where = f"the whole prompt but its last {APART}" if any(one > APART for one in lengths) else "the whole prompt"
     if lengths and min(lengths) <= APART < max(lengths):
         where += ", and over all of shorter ones"
     sampled = sorted({min(sizes.rows, one) for one in lengths} or {sizes.rows})
     return {
-        "inside": f"the {count} rows{of} of {where}",
+        "inside": f"the {count} rows{each}{of} of {where}",
         "sampled": " to ".join(map(str, dict.fromkeys((sampled[0], sampled[-1])))),
     }
 

@@ -15,9 +15,11 @@ from attrs import frozen
 from matplotlib.image import imread
 from sparseprefill.adapters.cli.commands import app
 from sparseprefill.adapters.cli.demo import _affordable
+from sparseprefill.adapters.cli.results import table_of
 from sparseprefill.adapters.demo.model import PARAMETERS
 from sparseprefill.adapters.evaluation import comparison
-from sparseprefill.adapters.evaluation.reading import Reader
+from sparseprefill.adapters.evaluation.outcome import Contender, Outcome, summaries
+from sparseprefill.adapters.evaluation.reading import Reader, Sizes
 from typer.testing import CliRunner, Result
 
 from sparseprefill import (
@@ -107,8 +109,6 @@ def test_json(small: tuple[dict[str, Any], Path]) -> None:
 def test_on_a_busy_machine_it_says_that_its_times_mean_little(
     slower: float, means: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sparseprefill.adapters.evaluation.reading import Reader
-
     monkeypatch.setattr(Reader, "clock", lambda self, ids, sizes, seconds: (1.0, None))
     monkeypatch.setattr(Reader, "timed", lambda self, ids: (slower, None))
     monkeypatch.setenv("COLUMNS", "200")
@@ -383,3 +383,9 @@ def test_a_model_on_a_cpu(folder: Path) -> None:
     assert "1,024 tokens: as many as this CPU reads in about two minutes; --tokens reads more" in result.stderr
     facts = json.loads(result.stdout)
     assert (facts["tokens"], facts["questions"], facts["sizes"]["every"]) == (1024, 4, 8)
+
+
+def test_a_table_says_of_how_many_rows_it_speaks() -> None:
+    stock = summaries([Outcome(Contender("stock"), "one", 1161)], 0)
+    assert "over the 1001 rows of the whole prompt but its last 160" in table_of(stock, Sizes()).notes
+    assert "over the 126 rows, one in 8, of the whole prompt but its last 160" in table_of(stock, Sizes(every=8)).notes

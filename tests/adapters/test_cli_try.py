@@ -182,20 +182,10 @@ def test_it_refuses_what_is_no_model() -> None:
 
 
 def test_the_longest_text_is_one_that_every_method_has_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Reader, "on_cpu", True)
-    monkeypatch.setattr(Reader, "device", torch.device("cpu"))
-    monkeypatch.setattr(Reader, "timed", lambda self, ids: (1.0, None))
-
-    class Source:
-        class config:  # noqa: N801 - as transformers has it
-            vocab_size = 9
-
-            @classmethod
-            def get_text_config(cls) -> Any:
-                return cls
+    monkeypatch.setattr(Reader, "once", lambda self, tokens: 1.0)
 
     def length(longest: int, seconds: float) -> int:
-        return attempt._length(None, Source(), longest, 10, seconds)  # type: ignore[arg-type]
+        return attempt._length(None, longest, 10, seconds)
 
     assert (4096, 4096, 8192) == (length(30000, 10.0), length(30000, 239.0), length(30000, 240.0))
     assert (30000, 3000, 65536) == (length(30000, 1e6), length(3000, 1e6), length(65536, 1e6))

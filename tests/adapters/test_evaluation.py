@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -138,6 +139,25 @@ def test_logits_are_made_of_many_rows_at_once_however_large_the_vocabulary() -> 
     counted = Counted()
     assert compare(torch.zeros(65, AT_ONCE["cpu"] + 1), counted).rows == 65
     assert counted.asked == [1, 64]
+
+
+def test_a_prefill_of_random_tokens_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice on a GPU, where the first time is that of compiling."""
+    asked: list[torch.Tensor] = []
+
+    def timed(self: Reader, ids: torch.Tensor) -> tuple[float, int | None]:
+        asked.append(ids)
+        return float(len(asked)), None
+
+    config: Any = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=9))
+    monkeypatch.setattr(Reader, "timed", timed)
+    monkeypatch.setattr(Reader, "device", torch.device("cpu"))
+    for on_cpu, times in ((True, 1), (False, 2)):
+        asked.clear()
+        monkeypatch.setattr(Reader, "on_cpu", on_cpu)
+        assert Reader(SimpleNamespace(config=config)).once(100) == times
+        assert {tuple(ids.shape) for ids in asked} == {(1, 100)}
+        assert int(asked[0].max()) < 9
 
 
 def test_the_rows_tell_mean_percentile_and_worst() -> None:
