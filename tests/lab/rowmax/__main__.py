@@ -193,7 +193,8 @@ def errors(measured: Sequence[Shares]) -> dict[str, float]:
 
 
 def _estimator(parameters: dict[str, Any], precision: str) -> Any:
-    return default_registry().build("rowmax", **{**parameters, "precision": precision}).estimator
+    """The method's, by tiles."""
+    return default_registry().build("rowmax", **{**parameters, "width": None, "precision": precision}).estimator
 
 
 def _largest_weights(call: AttentionCall, config: Any) -> Tensor:
