@@ -67,6 +67,6 @@ def sparseprefill_methods() -> list[Method]:
             build=Later(f"{__name__}.stages"),
             full={"eps": 0.0},
             small={"eps": 0.05, "every": 2, "block": 16, "width": 4},
-            search={"times": (1.5, 2.0, 3.0, 4.5, 6.0)},
+            search={"times": (1.5, 2.0, 3.0, 4.5, 6.0), "eps": (0.005, 0.02)},
         )
     ]
