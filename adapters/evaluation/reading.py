@@ -46,7 +46,7 @@ def right_inside(prompt: Prompt, rows: Rows) -> Answers:
 
 
 def hits_of(prompt: Prompt, spans: Sequence[Span], rows: Rows) -> list[tuple[bool, ...]]:
-    """Span by span, for each token of the prompt whether it is the likeliest."""
+    """True for each token of some spans of the prompt that is the likeliest, span by span."""
     if not spans:
         return []
     asked, tokens = _asked(prompt, spans)
