@@ -69,9 +69,12 @@ def _abort(engine: Any, prompt: list[int]) -> Any:
         if ended["type"] == "abort" and not found["output_ids"]:
             break
         prompt = [2 + (one + n) % 250 for one in prompt]  # nothing of it is in the prefix cache
-    time.sleep(0.5)
-    state = engine.get_server_info()["internal_states"][0].get("sparseprefill")
-    return {"ended": ended["type"], "tokens": found["output_ids"], "in_progress": state and state[0]["in_progress"]}
+    until, left = time.monotonic() + 60, None
+    while left != 0 and time.monotonic() < until:  # the scheduler hears of it between two steps
+        time.sleep(0.2)
+        state = engine.get_server_info()["internal_states"][0].get("sparseprefill")
+        left = state and state[0]["in_progress"]
+    return {"ended": ended["type"], "tokens": found["output_ids"], "in_progress": left}
 
 
 if __name__ == "__main__":
