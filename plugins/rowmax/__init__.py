@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from attrs import Attribute, field, frozen
 
 from sparseprefill.errors import ParameterError, printed
@@ -9,7 +11,7 @@ from sparseprefill.method import Later, Method, hookimpl
 from sparseprefill.validate import LONGEST, flag, is_whole, multiple_of, number, one_of, whole
 
 
-def _columns(config: RowMaxConfig, attribute: Attribute[int | None], value: int | None) -> None:
+def _columns(config: RowMaxConfig, attribute: Attribute[Any], value: Any) -> None:
     """a power of two that divides block, or none for tiles"""
     if value is None:
         return

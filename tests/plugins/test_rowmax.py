@@ -295,7 +295,8 @@ def test_at_0_it_is_dense_to_the_bit(union: str) -> None:
         one = drawn(3)
         one = evolve(one, q=one.q.to(dtype), k=one.k.to(dtype), v=one.v.to(dtype))
         dense = sp.build("dense").run(one)
-        for everything in ({"eps": 0.0}, {"times": 0.0}):
+        all_of: tuple[dict[str, Any], ...] = ({"eps": 0.0}, {"times": 0.0})
+        for everything in all_of:
             assert torch.equal(dense.out, sp.build("rowmax", union=union, **everything).run(one).out)
 
 
