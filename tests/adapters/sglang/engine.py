@@ -9,6 +9,9 @@ import random
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,30 +46,42 @@ def environment(table: object = None) -> dict[str, str]:
     return {**inherited, **more}
 
 
-def run(job: dict[str, Any], folder: Path, name: str) -> dict[str, Any]:
-    """The answer of `engine_process` to a job: `model`, `engine` (arguments), `table`, `turns`, `environment`.
-
-    Where SGLang fails it kills the processes above it, so the answer is ``{"failed": its log}`` then.
+@contextmanager
+def running(jobs: dict[str, dict[str, Any]], folder: Path) -> Iterator[Callable[[str], dict[str, Any]]]:
+    """The answer of `engine_process` to a job by its name: `model`, `engine` (arguments), `table`, `turns`,
+    `environment`. Where SGLang fails it ends the job's process, so the answer is ``{"failed": its log}`` then.
     """
-    asked, answered, log = (folder / f"{name}.{kind}" for kind in ("job.json", "answer.json", "log.txt"))
-    asked.write_text(json.dumps(job))
+    variables = {}
+    for name, job in jobs.items():
+        (folder / f"{name}.job.json").write_text(json.dumps(job))
+        table = {"SPARSEPREFILL_SGLANG": json.dumps(job["table"])} if "table" in job else {}
+        variables[name] = {**table, **job.get("environment", {})}
+    asked, log = folder / "jobs.json", folder / "log.txt"
+    asked.write_text(json.dumps(variables))
     with log.open("w") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "adapters.sglang.engine_process", str(asked), str(answered)],
+            [sys.executable, "-m", "adapters.sglang.engine_process", str(asked)],
             cwd=folder,
-            env={**environment(job.get("table")), **job.get("environment", {})},
+            env=environment(),
             stdout=out,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
         )
-        try:
-            process.wait(PATIENCE)
-        finally:
-            end(process)
-    said = log.read_text()
-    if not answered.exists():
-        return {"failed": said}
-    return {**json.loads(answered.read_text()), "log": said}
+
+    def answer(name: str) -> dict[str, Any]:
+        until, done = time.monotonic() + PATIENCE, folder / f"{name}.done"
+        while not done.exists():
+            assert process.poll() is None, log.read_text()[-4000:]
+            assert time.monotonic() < until, f"{name} runs for longer than {PATIENCE} s"
+            time.sleep(0.1)
+        said, answered = (folder / f"{name}.{kind}" for kind in ("log.txt", "answer.json"))
+        found = json.loads(answered.read_text()) if answered.exists() else {"failed": said.read_text()}
+        return {**found, "log": said.read_text()}
+
+    try:
+        yield answer
+    finally:
+        process.terminate()
+        process.wait(PATIENCE)
 
 
 def end(process: subprocess.Popen[Any]) -> None:

@@ -1,6 +1,7 @@
-"""An engine with one job: ``python -m adapters.sglang.engine_process JOB ANSWER``.
+"""Engines with one job each, two at a time: ``python -m adapters.sglang.engine_process JOBS``.
 
-Not a test module. SGLang starts processes and kills them all where one fails, whoever called among them.
+Not a test module. SGLang is imported once: each job runs in a copy of this process, and so does what its engine starts.
+It kills its processes where one fails, the job's among them, which has a session of its own.
 """
 
 # SGLang is not there where types are checked.
@@ -9,19 +10,84 @@ Not a test module. SGLang starts processes and kills them all where one fails, w
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import multiprocessing
+import os
+import signal
 import sys
 import time
+import traceback
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from adapters.sglang.engine import USUAL
 
 SAMPLED = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
 
 
-def main(asked: str, answered: str) -> None:
+AT_ONCE = 2
+IMPORTED = ("sglang.srt.entrypoints.engine", "sglang.srt.managers.scheduler", "sglang.srt.managers.detokenizer_manager")
+
+
+def main(asked: str) -> None:
+    """asked: file with the jobs. An empty file with ``.done`` behind a job's name says that it ended, in any way."""
+    for name in IMPORTED:
+        import_module(name)
+    real = multiprocessing.set_start_method
+
+    def forked(*_: object, **__: object) -> None:
+        real("fork", force=True)
+
+    mock.patch.object(multiprocessing, "set_start_method", forked).start()
+    running: dict[int, str] = {}
+
+    def stop(*_: object) -> None:
+        for pid in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+        os._exit(1)
+
+    signal.signal(signal.SIGTERM, stop)
+
+    def ended() -> None:
+        pid, _ = os.waitpid(-1, 0)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)  # what it left behind
+        Path(f"{running.pop(pid)}.done").touch()
+
+    for name, variables in json.loads(Path(asked).read_text()).items():
+        if len(running) == AT_ONCE:
+            ended()
+        pid = os.fork()
+        if not pid:
+            alone(name, variables)
+        running[pid] = name
+    while running:
+        ended()
+
+
+def alone(name: str, variables: dict[str, str]) -> None:
+    """A job in a session and with a log of its own; the process ends behind it."""
+    os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    log = os.open(f"{name}.log.txt", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.update(variables)
+    try:
+        run(f"{name}.job.json", f"{name}.answer.json")
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def run(asked: str, answered: str) -> None:
     """Run the turns of a job: lists of requests that come at once, or one that is aborted."""
     job = json.loads(Path(asked).read_text())
     given = {**USUAL, "prefill_attention_backend": "sparseprefill", **job.get("engine", {})}
@@ -78,4 +144,4 @@ def _abort(engine: Any, prompt: list[int]) -> Any:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1])

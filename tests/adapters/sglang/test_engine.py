@@ -5,13 +5,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from ..vllm.models import save
-from .engine import NEEDED, prompt, run
+from .engine import NEEDED, prompt, running
 
 pytestmark = [NEEDED, pytest.mark.slow]
 FULL = {"method": "dense", "gate": False}
@@ -93,14 +92,8 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
     """The answer to a job of `JOBS`; they run two at a time from the first question on."""
     folder = tmp_path_factory.mktemp("engines")
     models = {family: str(save(family, folder / family)) for family in {family for family, _ in JOBS.values()}}
-    with ThreadPoolExecutor(2) as pool:
-        running: dict[str, Future[dict[str, Any]]] = {
-            name: pool.submit(run, {"model": models[family], **job}, folder, name)
-            for name, (family, job) in JOBS.items()
-        }
-        yield lambda name: running[name].result()
-        for one in running.values():
-            one.cancel()
+    with running({name: {"model": models[family], **job} for name, (family, job) in JOBS.items()}, folder) as answer:
+        yield answer
 
 
 def turns(ask: Ask, name: str) -> list[Any]:
