@@ -407,10 +407,10 @@ def choose_kernel(
     """chosen ``[B, h, rows, columns]``: which columns have a share of 2^least or more for one row of a query tile.
 
     Or of 2^times times the mean share of the columns that the row may see. Chosen of a float type: the largest share
-    instead. APART: only columns from `lowest` to before the query tile's own key
-    tile, and behind that nothing is stored. h: query heads, or with UNION KV heads. One program: COLUMNS columns
-    of one query tile, of the MEMBERS heads (a power of two, not all of which need be there) that share an entry;
-    their rows, ROWS of each (a power of two), lie side by side. Long rows come first.
+    instead. APART: only columns from `lowest` to before the query tile's own key tile, and behind that nothing is
+    stored. h: query heads, or with UNION KV heads. One program: COLUMNS columns of one query tile, of the MEMBERS heads
+    (a power of two, not all of which need be there) that share an entry; their rows, ROWS of each (a power of two), lie
+    side by side. Long rows come first.
     """
     PER: tl.constexpr = BLOCK // EVERY
     tile, unit = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
@@ -462,8 +462,8 @@ def choose_kernel(
         found = tl.math.exp2(tl.max(weight, 0))
     else:
         first = tl.maximum(position - window + 1, 0) // WIDTH if WINDOW else 0
-        there = tl.maximum(position, 0) // WIDTH - first + 1
-        enough = tl.minimum(least, times - tl.math.log2(there.to(tl.float32)))[:, None]
+        count = tl.maximum(position, 0) // WIDTH - first + 1  # columns that a row may see
+        enough = tl.minimum(least, times - tl.math.log2(count.to(tl.float32)))[:, None]
         # What is no number is not known to be small.
         found = tl.max((seen & ((weight >= enough) | (weight != weight))).to(tl.int32), 0).to(tl.int8)
     out = chosen_ptr + (unit.to(tl.int64) * rows + first_tile + tile) * columns
