@@ -142,7 +142,8 @@ def about(row: Real | None, tokens: str) -> str:
     if row is None:
         line = f"**On a real model** it was not measured ([those that were](../{REAL_PAGE.name}))."
     else:
-        at = f"Qwen2.5-Coder-1.5B, {tokens} tokens, one H100, defaults"
+        gpu = "one H200" if row.method == "rowmax" else "one H100"
+        at = f"Qwen2.5-Coder-1.5B, {tokens} tokens, {gpu}, defaults"
         line = (
             f"**On a real model** ([table](../{REAL_PAGE.name}); {at})"
             f" it keeps {row.copies} of what dense attention copies and {row.facts} of its facts, at {row.pairs} of the"

@@ -398,29 +398,32 @@ def maxima_kernel(
 
 @triton.jit(do_not_specialize=(*RUNTIME, "rows", "lowest", "parts"), do_not_specialize_on_alignment=("sinks_ptr",))
 def choose_kernel(
-    chosen_ptr, maxima_ptr, sums_ptr, sinks_ptr, starts_ptr, lengths_ptr, least, times, q_offset, q_len, kv_len, window,
-    heads, kv_group, first_head, first_tile, blocks, reach, rows, columns, lowest, parts,
+    chosen_ptr, maxima_ptr, sums_ptr, sinks_ptr, starts_ptr, lengths_ptr, least, times, strong, q_offset, q_len, kv_len,
+    window, heads, kv_group, first_head, first_tile, blocks, reach, rows, columns, lowest, parts,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, EVERY: tl.constexpr, SHIFT: tl.constexpr, BLOCK_M: tl.constexpr,
     APART: tl.constexpr,
-    MEMBERS: tl.constexpr, UNION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WINDOW: tl.constexpr,
+    MEMBERS: tl.constexpr, UNION: tl.constexpr, SHARED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     """chosen ``[B, h, rows, columns]``: which columns have a share of 2^least or more for one row of a query tile.
 
     Or of 2^times times the mean share of the columns that the row may see. Chosen of a float type: the largest share
     instead. APART: only columns from `lowest` to before the query tile's own key tile, and behind that nothing is
-    stored. h: query heads, or with UNION KV heads. One program: COLUMNS columns of one query tile, of the MEMBERS heads
-    (a power of two, not all of which need be there) that share an entry; their rows, ROWS of each (a power of two), lie
-    side by side. Long rows come first.
+    stored. h: query heads, or with UNION KV heads. SHARED: a share of 2^strong keeps a column for all heads of its KV
+    head. One program: COLUMNS columns of one query tile, of the MEMBERS heads (a power of two, not all of which need be
+    there) of a KV head with UNION or SHARED, else of one; their rows, ROWS of each (a power of two), lie side by side.
+    Long rows come first.
     """
+    GROUP: tl.constexpr = UNION or SHARED
     PER: tl.constexpr = BLOCK // EVERY
     tile, unit = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
-    units = heads // kv_group if UNION else heads
+    units = heads // kv_group if GROUP else heads
     b, u = unit // units, unit % units
     entry = tl.arange(0, MEMBERS * ROWS)
     member, j = entry // ROWS, entry % ROWS
-    h = u * kv_group + member if UNION else u + member
+    h = u * kv_group + member if GROUP else u + member
     real = j < PER
-    if UNION:
+    if GROUP:
         real = real & (member < kv_group)
     _, queries = _queries(b, starts_ptr, lengths_ptr, q_offset, q_len, kv_len, BLOCK)
     number = tile * PER + j
@@ -434,7 +437,7 @@ def choose_kernel(
         if tl.program_id(2) * COLUMNS >= own + BLOCK // WIDTH:
             return
     c = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    loaded = member < kv_group if UNION else member == member  # noqa: PLR0124 - all
+    loaded = member < kv_group if GROUP else member == member  # noqa: PLR0124 - all
     if ROWS != PER:
         loaded = loaded & (j < PER)
     # What lies side by side is loaded at once, also where a row sees nothing; early, so that other loads pass meanwhile.
@@ -458,13 +461,21 @@ def choose_kernel(
     lse = tl.where(total > 0.0, level + tl.math.log2(tl.where(total > 0.0, total, 1.0)), 0.0)
     m = tl.where(seen, m, float("-inf"))
     weight = m.to(tl.float32) - lse[:, None]
+    out = (first_tile + tile).to(tl.int64) * columns + c
+    stride = rows.to(tl.int64) * columns
     if chosen_ptr.dtype.element_ty == tl.float32:
-        found = tl.math.exp2(tl.max(weight, 0))
+        tl.store(chosen_ptr + unit * stride + out, tl.math.exp2(tl.max(weight, 0)), mask=c < columns)
+        return
+    first = tl.maximum(position - window + 1, 0) // WIDTH if WINDOW else 0
+    count = tl.maximum(position, 0) // WIDTH - first + 1  # columns that a row may see
+    enough = tl.minimum(least, times - tl.math.log2(count.to(tl.float32)))[:, None]
+    # What is no number is not known to be small.
+    found = (seen & ((weight >= enough) | (weight != weight))).to(tl.int8)
+    if SHARED:
+        shared = tl.max((seen & ((weight >= strong) | (weight != weight))).to(tl.int8), 0)
+        found = tl.max(tl.reshape(found, [MEMBERS, ROWS, COLUMNS]), 1) | shared[None, :]
+        member = tl.arange(0, MEMBERS)
+        line = (b * heads + u * kv_group + member)[:, None] * stride
+        tl.store(chosen_ptr + line + out[None, :], found, mask=(member < kv_group)[:, None] & (c < columns)[None, :])
     else:
-        first = tl.maximum(position - window + 1, 0) // WIDTH if WINDOW else 0
-        count = tl.maximum(position, 0) // WIDTH - first + 1  # columns that a row may see
-        enough = tl.minimum(least, times - tl.math.log2(count.to(tl.float32)))[:, None]
-        # What is no number is not known to be small.
-        found = tl.max((seen & ((weight >= enough) | (weight != weight))).to(tl.int32), 0).to(tl.int8)
-    out = chosen_ptr + (unit.to(tl.int64) * rows + first_tile + tile) * columns
-    tl.store(out + c, found.to(chosen_ptr.dtype.element_ty), mask=c < columns)
+        tl.store(chosen_ptr + unit * stride + out, tl.max(found, 0), mask=c < columns)

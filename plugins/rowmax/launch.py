@@ -99,10 +99,12 @@ def _chosen(call: AttentionCall, config: RowMaxConfig, dtype: torch.dtype, *, ap
     keys, factors = _rounded(call, tile) if in_8_bits(call, config.precision) else (Keys.of(call), None)
     used = settings(chip(q.device), block(q.shape[3]), q.element_size() if factors is None else 1)
     height = used.block_m
-    members, lines = power_of_two(group) if union else 1, power_of_two(per)
-    units = geometry.batch * (call.kv_heads if union else geometry.heads)
-    chosen = torch.empty(geometry.batch, units // geometry.batch, rows, columns, dtype=dtype, device=q.device)
-    least, times = (math.log2(x) if x > 0.0 else -math.inf for x in (config.eps, config.times))
+    shared = config.shares_strong and not union and dtype == torch.bool
+    members, lines = power_of_two(group) if union or shared else 1, power_of_two(per)
+    units = geometry.batch * (call.kv_heads if union or shared else geometry.heads)
+    heads = call.kv_heads if union else geometry.heads
+    chosen = torch.empty(geometry.batch, heads, rows, columns, dtype=dtype, device=q.device)
+    least, times, strong = (math.log2(x) if x > 0.0 else -math.inf for x in (config.eps, config.times, config.strong))
     before, unit = geometry.q_offset // tile, math.lcm(per, height) // per
     reach = min(before + rows, geometry.tile_columns(tile)) * each
     size = max(1, MAXIMA // (pairs * reach * math.lcm(per, height))) * unit
@@ -121,8 +123,8 @@ def _chosen(call: AttentionCall, config: RowMaxConfig, dtype: torch.dtype, *, ap
         _find(call, config, which, used, q, keys, factors, maxima, sums, numbers, parts)
         kernels.choose_kernel[(count, units, cdiv(columns, at_once))](
             chosen.view(torch.int8) if dtype == torch.bool else chosen, maxima, sums, call.sinks, geometry.starts,
-            geometry.lengths, least, times, *sizes, *place, rows, columns, each * int(config.sink), parts,
-            APART=apart, MEMBERS=members, UNION=union, ROWS=lines, COLUMNS=at_once, BLOCK=tile, WIDTH=width,
+            geometry.lengths, least, times, strong, *sizes, *place, rows, columns, each * int(config.sink), parts,
+            APART=apart, MEMBERS=members, UNION=union, SHARED=shared, ROWS=lines, COLUMNS=at_once, BLOCK=tile, WIDTH=width,
             EVERY=which.stride, SHIFT=which.shift, BLOCK_M=height, WINDOW=geometry.window is not None,
             num_warps=4, **FUSED,
         )  # fmt: skip

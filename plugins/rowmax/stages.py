@@ -50,7 +50,7 @@ class RowMaxEstimator:
     @property
     def head_scope(self) -> HeadScope:
         """Heads are looked at one by one, or all of a KV head."""
-        return "group" if self.config.union == "group" else "head"
+        return "group" if self.config.union == "group" or self.config.shares_strong else "head"
 
     def unsupported(self, call: AttentionCall) -> str | None:
         """Eight bits, where they are asked for and the device has no products of them."""

@@ -258,6 +258,17 @@ def played(name: str, pipeline: Any, **scores: tuple[bool, ...]) -> Played:
     return Played("lookups", "t", Contender(name, pipeline), 100, scores, 0.5, {"too odd": 2} if pipeline else {})
 
 
+def test_settings_of_one_method_have_rows_of_their_own() -> None:
+    stock = played("stock", None, begin=(True, True))
+    two = [
+        evolve(one, contender=evolve(one.contender, parameters={"window": n}))
+        for n, one in ((64, played("streaming", 1, begin=(True, True))), (8, played("streaming", 1, begin=(False, True))))
+    ]
+    table = results.asked_table("lookups", [stock, *two])
+    assert ["dense (stock)", "streaming window=64", "streaming window=8"] == [row[0] for row in table.rows]
+    assert ["2 / 2", "2 / 2", "1 / 2 -1"] == [row[2] for row in table.rows]
+
+
 def test_what_dense_cannot_do_is_left_out_by_name() -> None:
     yes, no = True, False
     stock = played("stock", None, begin=(yes, no, no, yes), end=(no, yes, no))

@@ -14,10 +14,10 @@ Shares no code with the plugin. The rule:
 - The share of a column is ``exp(m[J] - log(sum of exp(m[J'])))``, the sum over all columns with a key to see; the logit
   of a sink joins the sum.
 - A column is kept if one row of the query tile gives it a share of eps or more, or of `times` times the mean of the
-  columns that the row may see. Under a union, if one row of any query
-  head of the KV head does.
-- All keys of the query tile's own tile are kept always, those of the first tile where `sink` is set; eps = 0 keeps
-  everything.
+  columns that the row may see. Under a union, if one row of any query head of the KV head does. Without one, a share
+  of `strong` or more, below 1, keeps it for all query heads of the KV head.
+- All keys of the query tile's own tile are kept always, those of the first tile where `sink` is set; eps, times or strong = 0
+  keeps everything.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class Parameters:
     union: str = "head"
     width: int | None = None
     times: float = 1e9
+    strong: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -94,24 +95,33 @@ class Head:
             found |= {column for column, share in shares.items() if share >= least}
         return found
 
+    def strong(self, tile: int, p: Parameters) -> set[int]:
+        """Columns to which one of a query tile's rows gives a strong share."""
+        if p.union == "group" or p.strong >= 1.0:
+            return set()
+        each = (self.shares(query, p.width or p.block) for query in self.rows(tile, p))
+        return {column for shares in each for column, share in shares.items() if share >= p.strong}
 
-def columns_of(heads: Sequence[Head], p: Parameters) -> dict[int, set[int]]:
-    """By query tile the columns that any of some heads keeps."""
+
+def columns_of(heads: Sequence[Head], p: Parameters, group: Sequence[Head] = ()) -> dict[int, set[int]]:
+    """By query tile the columns that any of some heads keeps. group: all query heads of their KV head."""
     one, each = heads[0], p.block // (p.width or p.block)
     found: dict[int, set[int]] = {}
     for tile in range(one.first // p.block, (one.first + len(one.Q) - 1) // p.block + 1):
-        if p.eps == 0.0:
+        if 0.0 in (p.eps, p.times, p.strong):
             found[tile] = set(range((tile + 1) * each))
             continue
         found[tile] = set(range(tile * each, tile * each + each)) | (set(range(each)) if p.sink else set())
         for head in heads:
             found[tile] |= head.large(tile, p)
+        for head in group:
+            found[tile] |= head.strong(tile, p)
     return found
 
 
-def rowmax(heads: Sequence[Head], p: Parameters) -> Keep:
-    """The pairs of each of some heads that share their choice: one alone, or those of a KV head."""
-    chosen, window = columns_of(heads, p), heads[0].window
+def rowmax(heads: Sequence[Head], p: Parameters, group: Sequence[Head] = ()) -> Keep:
+    """The pairs of each of some heads that share their choice: one alone, or those of a KV head, whose heads are `group`."""
+    chosen, window = columns_of(heads, p, group), heads[0].window
 
     def keep(query: int, key: int) -> bool:
         seen = window is None or query - key < window

@@ -26,8 +26,8 @@ from oracles.rowmax import Parameters
 from sparseprefill.testing import tensors
 
 PARAMETERS = st.builds(
-    lambda eps, every, rows, sink, union, width, times: Parameters(
-        eps, every, every * rows, sink, union, width if width and every * rows % width == 0 else None, times
+    lambda eps, every, rows, sink, union, width, times, strong: Parameters(
+        eps, every, every * rows, sink, union, width if width and every * rows % width == 0 else None, times, strong
     ),
     eps=st.sampled_from([0.0, 0.02, 1.0]) | st.floats(0.005, 0.6),
     every=st.integers(1, 6),
@@ -36,6 +36,7 @@ PARAMETERS = st.builds(
     union=st.sampled_from(["head", "group"]),
     width=st.sampled_from([None, 1, 2, 4, 8]),
     times=st.just(1e9) | st.floats(0.1, 8.0),
+    strong=st.sampled_from([1.0, 1.0, 0.0]) | st.floats(0.02, 0.9),
 )
 FEATURES: list[dict[str, Any]] = [{}, {"window": 40}, {"softcap": 3.0}, {"window": 17, "softcap": 2.0, "first_head": 3}]
 
@@ -64,7 +65,8 @@ def expected(made: Made, p: Parameters, sinks: list[float] | None, **options: An
         for h in range(q.shape[1]):
             kv = h // group
             together = range(kv * group, kv * group + group) if p.union == "group" else [h]
-            keep: Keep = oracle.rowmax([head(one) for one in together], p)
+            group_heads = [head(kv * group + one) for one in range(group)]
+            keep: Keep = oracle.rowmax([head(one) for one in together], p, group_heads)
             for n, i in enumerate(real):
                 mask[b, h, i, [key + start for key in chosen(first + n, length, keep)]] = True
             if sinks is None:
@@ -210,6 +212,25 @@ def test_one_value_of_times_serves_short_rows_and_long_ones() -> None:
             assert due == bool(kept[0, 0, -1, 1])
 
 
+def test_a_strong_share_of_one_head_keeps_a_column_for_its_kv_head() -> None:
+    """Others' rows lie between those that a head looks at; a share below `strong` is the head's own affair."""
+    q, k = torch.zeros(1, 4, 512, 16), torch.zeros(1, 2, 512, 16)
+    k[:, :, 101, 0], q[0, 1, 480, 0] = 1.0, 23.25  # a share of .92, of head 1 alone
+    kept = {}
+    for strong in (1.0, 0.95, 0.5):
+        config = RowMaxConfig(eps=0.2, times=1e9, every=1, block=64, width=16, strong=strong)
+        found = RowMaxEstimator(config).kept(sp.AttentionCall(q, k, k))
+        kept[strong] = found[0, :, 7, 101 // 16].tolist()
+    alone = [False, True, False, False]
+    assert {1.0: alone, 0.95: alone, 0.5: [True, True, False, False]} == kept
+
+
+@pytest.mark.parametrize("strong", [-0.1, 1.1, None, True, "1"])
+def test_a_strong_share_that_is_none(strong: Any) -> None:
+    with pytest.raises(sp.ParameterError, match=r"^strong is .*: pass a number from 0 to 1$"):
+        RowMaxConfig(strong=strong)
+
+
 @pytest.mark.parametrize("width", [0, 3, 48, 256, True, 2.0, "16"])
 def test_a_width_that_is_none(width: Any) -> None:
     with pytest.raises(
@@ -231,6 +252,9 @@ def test_a_smaller_eps_keeps_no_less(seed: int, a: float, b: float, union: str) 
     )
     few, many = (RowMaxEstimator(config).kept(one) for config in configs)
     assert not bool((few & ~many).any())
+    configs = (RowMaxConfig(strong=x, every=3, block=24, width=8) for x in (1.0, max(a, b), min(a, b)))
+    for some, more in pairwise(RowMaxEstimator(config).kept(one) for config in configs):
+        assert not bool((some & ~more).any())
 
 
 @settings(max_examples=25, deadline=None)
@@ -295,7 +319,7 @@ def test_at_0_it_is_dense_to_the_bit(union: str) -> None:
         one = drawn(3)
         one = evolve(one, q=one.q.to(dtype), k=one.k.to(dtype), v=one.v.to(dtype))
         dense = sp.build("dense").run(one)
-        all_of: tuple[dict[str, Any], ...] = ({"eps": 0.0}, {"times": 0.0})
+        all_of: tuple[dict[str, Any], ...] = ({"eps": 0.0}, {"times": 0.0}, {"strong": 0.0})
         for everything in all_of:
             assert torch.equal(dense.out, sp.build("rowmax", union=union, **everything).run(one).out)
 
@@ -314,6 +338,7 @@ def test_cuts_at_the_grain_change_nothing(
     made = call(seed, (4, 2), length, 0)
     pipeline = sp.build("rowmax", eps=0.05, times=[1e9, 2.0][seed % 2], every=2, block=16, union=union, width=width)
     assert (16, union) == (pipeline.grain, pipeline.head_scope)
+    assert "group" == sp.build("rowmax", union=union, strong=0.1).head_scope
     whole = run(pipeline, made).mask.to_dense()
     bounds = [0, *sorted(cut * 16 for cut in cuts if cut * 16 < length), length]
     for first, last in pairwise(bounds):

@@ -93,14 +93,19 @@ def same(call: AttentionCall, config: RowMaxConfig, bound: float = 1e-4) -> None
 
 def by_mean(call: AttentionCall, config: RowMaxConfig, bound: float) -> None:
     """What the kernels keep by the mean share lies between what PyTorch keeps a little above and a little below it."""
-    config = evolve(config, eps=0.1, times=2.0)
-    found = launch.kept_tiles(call, config)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(core_kernels, "serve", lambda _: False)
-        near = (evolve(config, eps=0.1 * (1 + x), times=2.0 * (1 + x)) for x in (20 * bound, -20 * bound))
-        few, many = (RowMaxEstimator(one).kept(call) for one in near)
-    assert not bool((few & ~found).any())
-    assert not bool((found & ~many).any())
+    for strong in (1.0, 0.2):
+        found = launch.kept_tiles(call, evolve(config, eps=0.1, times=2.0, strong=strong))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(core_kernels, "serve", lambda _: False)
+            less, more = 1 - 20 * bound, 1 + 20 * bound
+            many, few = (
+                RowMaxEstimator(
+                    evolve(config, eps=0.1 * x, times=2.0 * x, strong=strong if strong == 1.0 else strong * x)
+                ).kept(call)
+                for x in (less, more)
+            )
+        assert not bool((few & ~found).any())
+        assert not bool((found & ~many).any())
 
 
 def small(patch: pytest.MonkeyPatch, shape: tuple[int, int]) -> None:

@@ -165,7 +165,7 @@ def asked_table(task: str, played: Sequence[Played], title: str = "") -> Table:
         rows.append(_Row(group[0].contender, scores, density, next((one.error for one in group if one.error), "")))
     able, unable = _able(rows[0].scores)
     columns: list[Column[_Row]] = [
-        Column("method", lambda one: one.contender.label, words=True),
+        Column("method", lambda one: _named(one.contender), words=True),
         Column("density", lambda one: f"{one.density:.1%}"),
         *(Column(name, _cell(name)) for name in able),
     ]
@@ -256,7 +256,7 @@ def agents_table(runs: Sequence[Run], title: str = "") -> Table:
         return Column(head, lambda one: "" if one.divergence is None else figure(one.divergence))
 
     columns: list[Column[_Turn]] = [
-        Column("method", lambda one: one.contender.label, words=True),
+        Column("method", lambda one: _named(one.contender), words=True),
         Column("turn", lambda one: one.name, words=True),
         *(Column(name, _cell(name)) for name in able),
         apart("KL", lambda found: small(found.kl)),
@@ -275,22 +275,24 @@ def _grouped(items: Sequence[Any]) -> list[list[Any]]:
     """By contender, in the order in which they came; dense comes first."""
     made: dict[str, list[Any]] = {}
     for one in items:
-        made.setdefault(one.contender.label, []).append(one)
+        made.setdefault(_named(one.contender), []).append(one)
     return list(made.values())
 
 
+def _named(contender: Contender) -> str:
+    """With its settings, since a method may run with several."""
+    return f"{contender.label} {worded(contender.parameters, '')}".strip()
+
+
 def _remarks(items: Sequence[Played] | Sequence[Run]) -> list[str]:
-    """Settings, what stopped whom, and whose layers ran dense."""
+    """What stopped whom, and whose layers ran dense."""
     made: dict[str, None] = {}
     for one in items:
-        label = one.contender.label
-        if one.contender.parameters:
-            made[f"{label} has {worded(one.contender.parameters)}"] = None
         if one.error:
-            made[f"{label} failed on {one.text}: {one.error}"] = None
+            made[f"{_named(one.contender)} failed on {one.text}: {one.error}"] = None
     why: Counter[tuple[str, str]] = Counter()
     for one in items:
-        why.update({(one.contender.label, reason): count for reason, count in one.reasons.items()})
+        why.update({(_named(one.contender), reason): count for reason, count in one.reasons.items()})
     return [*made, *(f"{who} ran dense in {count} calls of a layer: {reason}" for (who, reason), count in why.items())]
 
 
