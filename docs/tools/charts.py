@@ -256,7 +256,7 @@ def real(path: Path) -> None:
         bars.set_xlim(0, 1.25 * widest)
     axes[-1][0].set_xlabel("dense time / time; dashed: dense", fontsize=8.5, color=INK)
     figure.suptitle(
-        f"{REAL_MODEL}, bfloat16, one H100: what is gained, and what is kept of dense's copies and facts",
+        f"{REAL_MODEL}, bfloat16, one H100 or H200: what is gained, and what is kept of dense's copies and facts",
         fontsize=9.5,
         color=INK,
     )

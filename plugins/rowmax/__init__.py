@@ -31,10 +31,10 @@ class RowMaxConfig:
     value serves short rows and long ones; a huge one goes by eps alone, as eps=1 goes by `times` alone. every: one
     query row in so many is looked at, by one head of its KV group under a union, else by each; 1 looks at all. block:
     rows of a query tile, and keys of a tile, in tokens. width: keys of a column, such as 16, a power of two that
-    divides `block`; None for columns as wide as tiles. sink: keep the first key tile of every row. union: "group" gives
-    all query heads of a KV head what any of them keeps, so that they share the rows to be looked at; "head" keeps for
-    each alone. strong: with "head", share of a row with which a column is kept for the other query heads of its KV head,
-    too, which look at rows between that head's; 1 leaves each alone. precision: of the logits that are looked at:
+    divides `block`; None for columns as wide as tiles. sink: keep the first key tile of every row. union: "group"
+    gives all query heads of a KV head what any of them keeps, so that they share the rows to be looked at; "head"
+    keeps for each alone. strong: with "head", share of a row with which a column is kept for all query heads of its KV
+    head, which look at rows between that head's; 1 leaves each alone. precision: of the logits that are looked at:
     "exact", in the call's type, where no column is dropped in which such a row gives a key that share of its softmax;
     "fp8", which needs an NVIDIA GPU with 8-bit tensor cores and drops a few of those; or "auto", which is fp8 where
     that can be and exact elsewhere.

@@ -17,6 +17,7 @@ from lab.bench.case import parse_mask, random_mask
 from lab.bench.clock import Clock
 from lab.bench.shape import ModelShape
 from lab.frontier import by_layer
+from lab.rowmax import bounds
 from sparseprefill import AttentionCall
 from sparseprefill.testing import head_tensors
 
@@ -71,3 +72,20 @@ def test_each_layer_of_a_model(tmp_path: Any) -> None:
     assert [str(layer) for layer in range(6)] == [row["layer"] for row in rows]
     assert all(0 < row["pairs"] <= row["most"] <= 1 and 0 < row["estimate"] and 0 < row["dense"] for row in rows)
     assert "| mean |" in shown.output
+
+
+def test_bounds_on_what_is_dropped_hold(tmp_path: Any) -> None:
+    file = tmp_path / "bounds.json"
+    shown = CliRunner().invoke(
+        bounds.app, ["--tokens", "512", "--every-layer", "3", "--device", "cpu", "--json", str(file)]
+    )
+    assert 0 == shown.exit_code, shown.output
+    figures = json.loads(file.read_text())["bounds"]
+    assert list(bounds.BOUNDS) == list(figures)
+    dropped, *above = figures.values()
+    assert all(0 <= mine <= other <= 1 for one in above for mine, other in zip(dropped, one, strict=True))
+    torch.manual_seed(0)
+    logits = torch.randn(64, 9, 16)
+    logits[:, 8, 5:] = -torch.inf  # a row sees a part of its last column
+    true, *more = bounds.Columns(logits, torch.rand(64, 9) < 0.5).shares
+    assert all(bool((one >= true - 1e-6).all()) for one in more)

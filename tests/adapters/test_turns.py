@@ -260,11 +260,11 @@ def played(name: str, pipeline: Any, **scores: tuple[bool, ...]) -> Played:
 
 def test_settings_of_one_method_have_rows_of_their_own() -> None:
     stock = played("stock", None, begin=(True, True))
-    two = [
-        evolve(one, contender=evolve(one.contender, parameters={"window": n}))
-        for n, one in ((64, played("streaming", 1, begin=(True, True))), (8, played("streaming", 1, begin=(False, True))))
-    ]
-    table = results.asked_table("lookups", [stock, *two])
+    many, few = (played("streaming", 1, begin=(found, True)) for found in (True, False))
+    many, few = (
+        evolve(one, contender=evolve(one.contender, parameters={"window": n})) for n, one in ((64, many), (8, few))
+    )
+    table = results.asked_table("lookups", [stock, many, few])
     assert ["dense (stock)", "streaming window=64", "streaming window=8"] == [row[0] for row in table.rows]
     assert ["2 / 2", "2 / 2", "1 / 2 -1"] == [row[2] for row in table.rows]
 

@@ -16,8 +16,8 @@ Shares no code with the plugin. The rule:
 - A column is kept if one row of the query tile gives it a share of eps or more, or of `times` times the mean of the
   columns that the row may see. Under a union, if one row of any query head of the KV head does. Without one, a share
   of `strong` or more, below 1, keeps it for all query heads of the KV head.
-- All keys of the query tile's own tile are kept always, those of the first tile where `sink` is set; eps, times or strong = 0
-  keeps everything.
+- All keys of the query tile's own tile are kept always, those of the first tile where `sink` is set. 0 for eps, for
+  times or for strong keeps everything.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def columns_of(heads: Sequence[Head], p: Parameters, group: Sequence[Head] = ())
 
 
 def rowmax(heads: Sequence[Head], p: Parameters, group: Sequence[Head] = ()) -> Keep:
-    """The pairs of each of some heads that share their choice: one alone, or those of a KV head, whose heads are `group`."""
+    """The pairs of each of some heads that share their choice: one alone, or those of a KV head. group: all of it."""
     chosen, window = columns_of(heads, p, group), heads[0].window
 
     def keep(query: int, key: int) -> bool:
