@@ -33,11 +33,11 @@ class RowMaxConfig:
     rows of a query tile, and keys of a tile, in tokens. width: keys of a column, such as 16, a power of two that
     divides `block`; None for columns as wide as tiles. sink: keep the first key tile of every row. union: "group"
     gives all query heads of a KV head what any of them keeps, so that they share the rows to be looked at; "head"
-    keeps for each alone. strong: with "head", share of a row with which a column is kept for all query heads of its KV
-    head, which look at rows between that head's; 1 leaves each alone. precision: of the logits that are looked at:
-    "exact", in the call's type, where no column is dropped in which such a row gives a key that share of its softmax;
-    "fp8", which needs an NVIDIA GPU with 8-bit tensor cores and drops a few of those; or "auto", which is fp8 where
-    that can be and exact elsewhere.
+    keeps for each alone. strong: with "head", share of a row with which a column that a head keeps is kept for all
+    query heads of its KV head, which look at rows between that head's; 0 shares all that any keeps, 1 nothing.
+    precision: of the logits that are looked at: "exact", in the call's type, where no column is dropped in which such
+    a row gives a key that share of its softmax; "fp8", which needs an NVIDIA GPU with 8-bit tensor cores and drops a
+    few of those; or "auto", which is fp8 where that can be and exact elsewhere.
     """
 
     eps: float = field(default=0.005, validator=number(0.0, 1.0))
@@ -53,7 +53,7 @@ class RowMaxConfig:
     @property
     def everything(self) -> bool:
         """True if no column is dropped."""
-        return min(self.eps, self.times, self.strong) <= 0.0
+        return min(self.eps, self.times) <= 0.0
 
     @property
     def shares_strong(self) -> bool:

@@ -409,8 +409,8 @@ def choose_kernel(
 
     Or of 2^times times the mean share of the columns that the row may see. Chosen of a float type: the largest share
     instead. APART: only columns from `lowest` to before the query tile's own key tile, and behind that nothing is
-    stored. h: query heads, or with UNION KV heads. SHARED: a share of 2^strong keeps a column for all heads of its KV
-    head. One program: COLUMNS columns of one query tile, of the MEMBERS heads (a power of two, not all of which need be
+    stored. h: query heads, or with UNION KV heads. SHARED: with a share of 2^strong, too, it is chosen for all heads of
+    its KV head. One program: COLUMNS columns of one query tile, of the MEMBERS heads (a power of two, not all of which need be
     there) of a KV head with UNION or SHARED, else of one; their rows, ROWS of each (a power of two), lie side by side.
     Long rows come first.
     """
@@ -472,7 +472,7 @@ def choose_kernel(
     # What is no number is not known to be small.
     found = (seen & ((weight >= enough) | (weight != weight))).to(tl.int8)
     if SHARED:
-        shared = tl.max((seen & ((weight >= strong) | (weight != weight))).to(tl.int8), 0)
+        shared = tl.max(tl.where((weight >= strong) | (weight != weight), found, 0), 0)
         found = tl.max(tl.reshape(found, [MEMBERS, ROWS, COLUMNS]), 1) | shared[None, :]
         member = tl.arange(0, MEMBERS)
         line = (b * heads + u * kv_group + member)[:, None] * stride

@@ -111,11 +111,12 @@ def chosen(call: AttentionCall, config: RowMaxConfig) -> Tensor:
         columns = _columns_seen(rows.position, call.geometry.window, width).to(found.dtype)
         least = (config.times / columns).clamp_(max=config.eps).view(*found.shape[:4], 1)
         # What is no number is not known to be small.
-        enough = (~(found < least)).any(3)
+        enough = ~(found < least)
+        kept = enough.any(3)
         if config.shares_strong:
-            strong = (~(found < config.strong)).any(3).unflatten(1, (-1, call.group)).any(2)
-            enough |= strong.repeat_interleave(call.group, 1)
-        keep[:, :, tiles, : found.shape[4]] = enough
+            strong = (enough & ~(found < config.strong)).any(3).unflatten(1, (-1, call.group)).any(2)
+            kept |= strong.repeat_interleave(call.group, 1)
+        keep[:, :, tiles, : found.shape[4]] = kept
     return keep
 
 

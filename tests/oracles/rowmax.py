@@ -14,10 +14,10 @@ Shares no code with the plugin. The rule:
 - The share of a column is ``exp(m[J] - log(sum of exp(m[J'])))``, the sum over all columns with a key to see; the logit
   of a sink joins the sum.
 - A column is kept if one row of the query tile gives it a share of eps or more, or of `times` times the mean of the
-  columns that the row may see. Under a union, if one row of any query head of the KV head does. Without one, a share
-  of `strong` or more, below 1, keeps it for all query heads of the KV head.
-- All keys of the query tile's own tile are kept always, those of the first tile where `sink` is set. 0 for eps, for
-  times or for strong keeps everything.
+  columns that the row may see. Under a union, if one row of any query head of the KV head does. Without one, a row
+  that keeps it with a share of `strong` or more, below 1, keeps it for all query heads of the KV head.
+- All keys of the query tile's own tile are kept always, those of the first tile where `sink` is set. 0 for eps or for
+  times keeps everything.
 """
 
 from __future__ import annotations
@@ -86,21 +86,14 @@ class Head:
         looked_at = range(start + phase, start + p.block, p.every * n)
         return [query for query in looked_at if self.first <= query < self.first + len(self.Q)]
 
-    def large(self, tile: int, p: Parameters) -> set[int]:
-        """Columns to which one of a query tile's rows gives a large enough share."""
+    def large(self, tile: int, p: Parameters, strong: float = 0.0) -> set[int]:
+        """Columns to which one of a query tile's rows gives a large enough share, and a strong one."""
         found: set[int] = set()
         for query in self.rows(tile, p):
             shares = self.shares(query, p.width or p.block)
-            least = min(p.eps, p.times / len(shares))
+            least = max(strong, min(p.eps, p.times / len(shares)))
             found |= {column for column, share in shares.items() if share >= least}
         return found
-
-    def strong(self, tile: int, p: Parameters) -> set[int]:
-        """Columns to which one of a query tile's rows gives a strong share."""
-        if p.union == "group" or p.strong >= 1.0:
-            return set()
-        each = (self.shares(query, p.width or p.block) for query in self.rows(tile, p))
-        return {column for shares in each for column, share in shares.items() if share >= p.strong}
 
 
 def columns_of(heads: Sequence[Head], p: Parameters, group: Sequence[Head] = ()) -> dict[int, set[int]]:
@@ -108,14 +101,14 @@ def columns_of(heads: Sequence[Head], p: Parameters, group: Sequence[Head] = ())
     one, each = heads[0], p.block // (p.width or p.block)
     found: dict[int, set[int]] = {}
     for tile in range(one.first // p.block, (one.first + len(one.Q) - 1) // p.block + 1):
-        if 0.0 in (p.eps, p.times, p.strong):
+        if 0.0 in (p.eps, p.times):
             found[tile] = set(range((tile + 1) * each))
             continue
         found[tile] = set(range(tile * each, tile * each + each)) | (set(range(each)) if p.sink else set())
         for head in heads:
             found[tile] |= head.large(tile, p)
-        for head in group:
-            found[tile] |= head.strong(tile, p)
+        for head in group if p.union == "head" and p.strong < 1.0 else ():
+            found[tile] |= head.large(tile, p, p.strong)
     return found
 
 

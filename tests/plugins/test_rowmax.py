@@ -126,7 +126,9 @@ def drawn(seed: int, **options: Any) -> sp.AttentionCall:
 def estimator(
     eps: float, every: int, block: int = 24, union: str = "head", width: int | None = None
 ) -> RowMaxEstimator:
-    config = RowMaxConfig(eps=eps, times=1e9, every=every, block=block, sink=False, union=union, width=width)
+    config = RowMaxConfig(
+        eps=eps, times=1e9, every=every, block=block, sink=False, union=union, width=width, strong=1.0
+    )
     return RowMaxEstimator(config)
 
 
@@ -153,7 +155,9 @@ def test_no_dropped_column_holds_a_large_share_of_a_sampled_row(
     at = rows.index[..., None].expand(-1, -1, -1, one.kv_len)
     seen = torch.gather(logits(one), 2, at).masked_fill(~rows.real[..., None], -torch.inf)
     kept = torch.gather(
-        sp.build("rowmax", eps=eps, times=1e9, every=every, block=block, width=width).run(one).mask.to_dense(),
+        sp.build("rowmax", eps=eps, times=1e9, strong=1.0, every=every, block=block, width=width)
+        .run(one)
+        .mask.to_dense(),
         2,
         at,
     )
@@ -217,12 +221,13 @@ def test_a_strong_share_of_one_head_keeps_a_column_for_its_kv_head() -> None:
     q, k = torch.zeros(1, 4, 512, 16), torch.zeros(1, 2, 512, 16)
     k[:, :, 101, 0], q[0, 1, 480, 0] = 1.0, 23.25  # a share of .92, of head 1 alone
     kept = {}
-    for strong in (1.0, 0.95, 0.5):
+    for strong in (1.0, 0.95, 0.5, 0.0):
         config = RowMaxConfig(eps=0.2, times=1e9, every=1, block=64, width=16, strong=strong)
         found = RowMaxEstimator(config).kept(sp.AttentionCall(q, k, k))
         kept[strong] = found[0, :, 7, 101 // 16].tolist()
     alone = [False, True, False, False]
-    assert {1.0: alone, 0.95: alone, 0.5: [True, True, False, False]} == kept
+    together = [True, True, False, False]
+    assert {1.0: alone, 0.95: alone, 0.5: together, 0.0: together} == kept
 
 
 @pytest.mark.parametrize("strong", [-0.1, 1.1, None, True, "1"])
@@ -319,7 +324,7 @@ def test_at_0_it_is_dense_to_the_bit(union: str) -> None:
         one = drawn(3)
         one = evolve(one, q=one.q.to(dtype), k=one.k.to(dtype), v=one.v.to(dtype))
         dense = sp.build("dense").run(one)
-        all_of: tuple[dict[str, Any], ...] = ({"eps": 0.0}, {"times": 0.0}, {"strong": 0.0})
+        all_of: tuple[dict[str, Any], ...] = ({"eps": 0.0}, {"times": 0.0})
         for everything in all_of:
             assert torch.equal(dense.out, sp.build("rowmax", union=union, **everything).run(one).out)
 
@@ -336,9 +341,9 @@ def test_cuts_at_the_grain_change_nothing(
     seed: int, length: int, cuts: list[int], union: str, width: int | None
 ) -> None:
     made = call(seed, (4, 2), length, 0)
-    pipeline = sp.build("rowmax", eps=0.05, times=[1e9, 2.0][seed % 2], every=2, block=16, union=union, width=width)
-    assert (16, union) == (pipeline.grain, pipeline.head_scope)
-    assert "group" == sp.build("rowmax", union=union, strong=0.1).head_scope
+    times, strong = [1e9, 2.0][seed % 2], [0.1, 1.0][seed // 2 % 2]
+    pipeline = sp.build("rowmax", eps=0.05, times=times, every=2, block=16, union=union, width=width, strong=strong)
+    assert (16, "group" if strong < 1 else union) == (pipeline.grain, pipeline.head_scope)
     whole = run(pipeline, made).mask.to_dense()
     bounds = [0, *sorted(cut * 16 for cut in cuts if cut * 16 < length), length]
     for first, last in pairwise(bounds):

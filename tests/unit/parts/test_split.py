@@ -215,7 +215,7 @@ def test_bounds_of_the_built_in_methods_are_numbers_and_grow_with_heads() -> Non
     for name in sp.methods():
         parameters: dict[str, Any] = {"clusters": "single"} if name == "share-prefill" else {}
         pipeline = sp.build(name, **parameters)
-        assert pipeline.head_scope == ("group" if name == "kascade" else "head")
+        assert pipeline.head_scope == ("group" if name in ("kascade", "rowmax") else "head")
         whole, part = (pipeline.bound(call) for call in (CALL, Part((0, 4), (0, 64)).of(CALL)))
         assert 0 < part <= whole
 

@@ -19,9 +19,9 @@ from sparseprefill.mask.priority import BestOf, PriorityScores, nearness
 from sparseprefill.refiners.budget import _Order
 
 METHODS = (*TABLED, "rowmax")
-POOLED = {"bfla": 0.65, "xattention": 0.75, "rowmax": 0.85}
-"""Tiles by pooled scores, or by those of any head of a group, are further from what is best for a head than what is
-sampled exactly."""
+POOLED = {"bfla": 0.65, "xattention": 0.75, "rowmax": 0.8}
+"""Tiles by pooled scores, or with what other heads of a group keep, are further from what is best for a head than what
+is sampled exactly."""
 
 
 @cache
