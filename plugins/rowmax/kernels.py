@@ -409,10 +409,10 @@ def choose_kernel(
 
     Or of 2^times times the mean share of the columns that the row may see. Chosen of a float type: the largest share
     instead. APART: only columns from `lowest` to before the query tile's own key tile, and behind that nothing is
-    stored. h: query heads, or with UNION KV heads. SHARED: with a share of 2^strong, too, it is chosen for all heads of
-    its KV head. One program: COLUMNS columns of one query tile, of the MEMBERS heads (a power of two, not all of which need be
-    there) of a KV head with UNION or SHARED, else of one; their rows, ROWS of each (a power of two), lie side by side.
-    Long rows come first.
+    stored. h: query heads, or with UNION KV heads. SHARED: with a share of 2^strong, too, it is chosen for all heads
+    of its KV head. One program: COLUMNS columns of one query tile, of the MEMBERS heads (a power of two, not all of
+    which need be there) of a KV head with UNION or SHARED, else of one; their rows, ROWS of each (a power of two), lie
+    side by side. Long rows come first.
     """
     GROUP: tl.constexpr = UNION or SHARED
     PER: tl.constexpr = BLOCK // EVERY

@@ -99,7 +99,7 @@ def _chosen(call: AttentionCall, config: RowMaxConfig, dtype: torch.dtype, *, ap
     keys, factors = _rounded(call, tile) if in_8_bits(call, config.precision) else (Keys.of(call), None)
     used = settings(chip(q.device), block(q.shape[3]), q.element_size() if factors is None else 1)
     height = used.block_m
-    shared = config.shares_strong and not union and dtype == torch.bool
+    shared = config.shares_strong and dtype == torch.bool
     members, lines = power_of_two(group) if union or shared else 1, power_of_two(per)
     units = geometry.batch * (call.kv_heads if union or shared else geometry.heads)
     heads = call.kv_heads if union else geometry.heads

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from sparseprefill.plugins.rowmax import RowMaxConfig
 from typer.testing import CliRunner
 
 from lab import corrections, overhead, recall_cost, skip_share
@@ -18,7 +19,7 @@ from lab.bench.clock import Clock
 from lab.bench.shape import ModelShape
 from lab.frontier import by_layer
 from lab.rowmax import bounds
-from sparseprefill import AttentionCall
+from sparseprefill import AttentionCall, ParameterError
 from sparseprefill.testing import head_tensors
 
 
@@ -89,3 +90,6 @@ def test_bounds_on_what_is_dropped_hold(tmp_path: Any) -> None:
     logits[:, 8, 5:] = -torch.inf  # a row sees a part of its last column
     true, *more = bounds.Columns(logits, torch.rand(64, 9) < 0.5).shares
     assert all(bool((one >= true - 1e-6).all()) for one in more)
+    windowed = AttentionCall(*head_tensors(q_len=64, heads=2, kv_heads=1, head_dim=16), window=32, layer=3)
+    with pytest.raises(ParameterError, match="^layer 3 has a window.*: pass a model without them"):
+        next(bounds.columns_of(windowed, RowMaxConfig()))

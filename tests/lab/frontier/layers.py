@@ -112,3 +112,12 @@ def layer_calls(model: Any, ids: Tensor) -> list[AttentionCall]:
     ):
         model(ids, use_cache=False, logits_to_keep=1)
     return [call for _, call in sorted(calls.items())]
+
+
+def check_plain(call: AttentionCall) -> None:
+    """ParameterError for a call that is not plainly causal."""
+    if call.window is not None or call.sinks is not None or call.softcap is not None or call.starts is not None:
+        raise ParameterError(
+            f"layer {call.layer} has a window, sinks, a softcap or padding, and only plain ones are counted: pass a "
+            "model without them, or leave that layer out"
+        )

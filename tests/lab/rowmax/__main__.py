@@ -29,7 +29,7 @@ from lab.bench.report import write_figures
 from lab.files import Files, JsonFile, MarkdownFile, command
 from lab.files import markdown as in_markdown
 from lab.frontier.exams import exams_of
-from lab.frontier.layers import layer_calls
+from lab.frontier.layers import check_plain, layer_calls
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import ParameterError
 from sparseprefill.registry import default_registry
@@ -138,10 +138,7 @@ def guarantee(
 
 def shares_of(call: AttentionCall, parameters: dict[str, Any]) -> Shares:
     """What must be kept, and what each precision finds. ParameterError for a call that is not plainly causal."""
-    if call.window is not None or call.sinks is not None or call.softcap is not None or call.starts is not None:
-        raise ParameterError(
-            f"layer {call.layer} has a window, sinks, a softcap or padding: only plain ones are counted"
-        )
+    check_plain(call)
     exact = _estimator(parameters, "exact")
     config = exact.config
     if by_kernels(call, parameters):

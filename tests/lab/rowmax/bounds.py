@@ -26,7 +26,7 @@ from torch import Tensor
 from lab.bench import facts
 from lab.bench.report import write_figures
 from lab.files import JsonFile, command
-from lab.frontier.layers import layer_calls
+from lab.frontier.layers import check_plain, layer_calls
 from sparseprefill.call import AttentionCall
 from sparseprefill.registry import default_registry
 
@@ -100,7 +100,7 @@ def bounds(
     ranked = {
         name: torch.cat(each).float().sort().values for name, each in zip(BOUNDS, zip(*found, strict=True), strict=True)
     }
-    typer.echo(f"| of the mass | median | 99 % | worst |\n|---|---:|---:|---:|  {len(ranked[BOUNDS[0]]):,} rows")
+    typer.echo(f"{len(ranked[BOUNDS[0]]):,} rows\n\n| of the mass | median | 99 % | worst |\n|---|---:|---:|---:|")
     figures = {name: [float(x[math.ceil(q * (len(x) - 1))]) for q in (0.5, 0.99, 1.0)] for name, x in ranked.items()}
     for name, three in figures.items():
         typer.echo(f"| {name} | " + " | ".join(f"{x:.3f}" for x in three) + " |")
@@ -108,7 +108,8 @@ def bounds(
 
 
 def columns_of(call: AttentionCall, config: RowMaxConfig) -> Iterator[Columns]:
-    """Some rows of each head that are looked at."""
+    """Some rows of each head that are looked at, of a prefill from position 0; errors as of `check_plain`."""
+    check_plain(call)
     width, block = config.column, config.block
     kept = RowMaxEstimator(config).kept(call)
     rows = sampled_rows(call, 0, call.geometry.tile_rows(block), block, sampling(config, call.group))
@@ -122,8 +123,7 @@ def columns_of(call: AttentionCall, config: RowMaxConfig) -> Iterator[Columns]:
         hidden = torch.arange(call.kv_len, device=kept.device) > position[:, None]
         logits = logits.masked_fill(hidden, -math.inf)
         logits = torch.nn.functional.pad(logits, (0, -call.kv_len % width), value=-math.inf).unflatten(1, (-1, width))
-        tile = position // block - int(position.new_tensor(call.geometry.q_offset)) // block
-        keep = kept[0, head if kept.shape[1] == call.q.shape[1] else head // call.group, tile]
+        keep = kept[0, head if kept.shape[1] == call.q.shape[1] else head // call.group, position // block]
         own = (position // block * (block // width))[:, None]
         keep = keep | (column >= own) | (column < block // width * int(config.sink))
         yield Columns(logits, keep[:, : logits.shape[1]])
