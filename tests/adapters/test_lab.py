@@ -90,6 +90,6 @@ def test_bounds_on_what_is_dropped_hold(tmp_path: Any) -> None:
     logits[:, 8, 5:] = -torch.inf  # a row sees a part of its last column
     true, *more = bounds.Columns(logits, torch.rand(64, 9) < 0.5).shares
     assert all(bool((one >= true - 1e-6).all()) for one in more)
-    windowed = AttentionCall(*head_tensors(q_len=64, heads=2, kv_heads=1, head_dim=16), window=32, layer=3)
-    with pytest.raises(ParameterError, match="^layer 3 has a window.*: pass a model without them"):
+    windowed = AttentionCall(*head_tensors(q_len=256, heads=2, kv_heads=1, head_dim=32), window=32, layer=3)
+    with pytest.raises(ParameterError, match=r"^layer 3 has a window.*: pass a model without them"):
         next(bounds.columns_of(windowed, RowMaxConfig()))
