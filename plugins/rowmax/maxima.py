@@ -98,7 +98,7 @@ def shares(call: AttentionCall, block: int, width: int, which: Sampling) -> Tens
     """
     kind = torch.float64 if call.q.dtype == torch.float64 else torch.float32
     every = call.q.new_zeros(call.geometry.map_shape(block, width), dtype=kind)
-    for tiles, _, found in _by_tiles(call, block, width, which):
+    for tiles, _, found in by_tiles(call, block, width, which):
         every[:, :, tiles, : found.shape[4]] = found.amax(3)
     return every
 
@@ -107,7 +107,7 @@ def chosen(call: AttentionCall, config: RowMaxConfig) -> Tensor:
     """bool ``[B, Hq, R, C]``: columns that a sampled row of the query tile gives a large enough share."""
     width = config.column
     keep = torch.zeros(call.geometry.map_shape(config.block, width), dtype=torch.bool, device=call.q.device)
-    for tiles, rows, found in _by_tiles(call, config.block, width, sampling(config, call.group)):
+    for tiles, rows, found in by_tiles(call, config.block, width, sampling(config, call.group)):
         columns = _columns_seen(rows.position, call.geometry.window, width).to(found.dtype)
         least = (config.times / columns).clamp_(max=config.eps).view(*found.shape[:4], 1)
         # What is no number is not known to be small.
@@ -126,7 +126,7 @@ def _columns_seen(position: Tensor, window: int | None, width: int) -> Tensor:
     return position.clamp(min=0) // width - first + 1
 
 
-def _by_tiles(call: AttentionCall, block: int, width: int, which: Sampling) -> Iterator[tuple[slice, Rows, Tensor]]:
+def by_tiles(call: AttentionCall, block: int, width: int, which: Sampling) -> Iterator[tuple[slice, Rows, Tensor]]:
     """Some query tiles after others: which, their sampled rows, and the shares ``[B, Hq, tiles, n, c]`` that the n rows
     of a tile give to the first c columns; behind them none of the rows sees a key.
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from sparseprefill.call import AttentionCall
 from sparseprefill.executors.triton import TritonExecutor
 from sparseprefill.kernels.attention.record import PORTABLE
+from sparseprefill.kernels.family.chips import capability
 from sparseprefill.kernels.family.choose import alone, choose
 from sparseprefill.kernels.family.record import Family, Wanted
 from sparseprefill.mask.mask import SparseMask
@@ -178,6 +179,7 @@ def check_kernel(
     """
     family: Family = default_registry().find("kernel", kernel) if isinstance(kernel, str) else kernel
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    family = _in_front(family, place)
     cases: dict[str, int] = {}
     skipped: dict[str, str] = {}
     with alone(family, PORTABLE):
@@ -199,6 +201,12 @@ def check_kernel(
     if not cases.keys() - {"an objection is a reason, and stays"}:
         raise AssertionError(f"{family.name}: it served no call; {'; '.join(dict.fromkeys(skipped.values()))}")
     return Report(family.name, cases, {law: reason for law, reason in skipped.items() if law not in cases})
+
+
+def _in_front(family: Family, device: torch.device) -> Family:
+    """The record, before the portable kernel on a chip where it stands behind it."""
+    own, last = (one.place(capability(device)) for one in (family, PORTABLE))
+    return evolve(family, rank=last + 1) if own is not None and last is not None and own < last else family
 
 
 def _calls(family: Family, device: torch.device) -> Iterator[AttentionCall]:

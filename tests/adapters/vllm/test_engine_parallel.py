@@ -45,8 +45,9 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
         "rowmax on two": {"options": {**COMMON, **TWO}, "sparse": ROWMAX},
     }
     given = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
+    given["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     asked = [{"model": str(model), "rounds": rounds, **job} for job in jobs.values()]
-    return dict(zip(jobs, engine.run(asked, folder, **given, VLLM_WORKER_MULTIPROC_METHOD="spawn"), strict=True))
+    return dict(zip(jobs, engine.run(asked, folder, **given), strict=True))
 
 
 @pytest.mark.parametrize("name", ["full", "bfla", "rowmax"])

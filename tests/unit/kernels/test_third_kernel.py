@@ -21,7 +21,7 @@ from sparseprefill.kernels.family.record import Family, Features, Job, Launched,
 from sparseprefill.kernels.hopper.record import HOPPER, HOPPER_INT8
 from sparseprefill.plan import Kernel
 from sparseprefill.testing import tensors
-from sparseprefill.testing.kernels import check_kernel
+from sparseprefill.testing.kernels import check_kernel, paged
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 TILES = (128, 128)
@@ -285,6 +285,32 @@ def test_it_keeps_the_laws() -> None:
         "pages == tensors",
     }  # fmt: skip
     assert report.skipped["together == alone"] == "third: a shared launch"
+
+
+def test_one_that_stands_behind_the_portable_kernel_is_tried_in_front_of_it() -> None:
+    assert check_kernel(evolve(THIRD, rank=-10)).cases == check_kernel(THIRD).cases
+
+
+def test_pages_are_copied_for_it_once_it_has_no_objection(offered: Callable[[Family], None]) -> None:
+    offered(THIRD)
+    given = paged(call())
+    assert given.pages is not None
+    assert run(given, sp.SparseMask.full(given, (64, 64))).kernels == (Kernel("portable", "third: tiles of 64 x 64"),)
+    assert not given.pages.gathered
+    assert run(given).kernels == (Kernel("third"),)
+    assert given.pages.gathered
+
+
+def test_one_that_fails_gets_no_copy_of_pages_again(offered: Callable[[Family], None]) -> None:
+    def failing(job: Job) -> Launched:
+        raise LookupError("no such tile")
+
+    offered(evolve(THIRD, launch=failing))
+    for copied in (True, False):
+        given = paged(call())
+        assert given.pages is not None
+        assert run(given).kernels[0].name == "portable"
+        assert bool(given.pages.gathered) is copied
 
 
 def scaled(job: Job) -> Launched:

@@ -153,20 +153,27 @@ def _given(family: Family, call: AttentionCall, mask: SparseMask, wanted: Wanted
     """The call as the kernel is to get it, or why it does not serve it."""
     reason = _failure(family, ALL) or family.features.lacking(call, mask, wanted)
     if reason is None:
-        copied = call.pages is not None and call.pages.copies
+        may = call.pages is not None and call.pages.copies
+        reads = family.features.pages
         try:
-            copied = copied and (not family.features.pages or family.copied(call, mask, wanted))
-            given = evolve(call, k=call.k, v=call.v) if copied else call
+            given = _copied(call) if may and reads and family.copied(call, mask, wanted) else call
             reason = family.objection(given, mask, wanted)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of somebody else's code, or of a library that is not there
             return fail(family, ALL, error)
         if reason is None:
-            broken = _failure(family, variant(given, mask, wanted)) if FAILED else None
-            return given if broken is None else broken
+            broken = _failure(family, variant(given, mask, wanted, pages=reads)) if FAILED else None
+            if broken is not None:
+                return broken
+            return given if reads or not may else _copied(call)  # what it refuses was not copied for it
     _declined(family.name, reason)
     return reason
+
+
+def _copied(call: AttentionCall) -> AttentionCall:
+    """The call with K and V out of their pages."""
+    return evolve(call, k=call.k, v=call.v)
 
 
 def launched(choice: Choice, job: Job) -> Launched | None:
@@ -185,11 +192,14 @@ def launched(choice: Choice, job: Job) -> Launched | None:
         return None
 
 
-def variant(call: AttentionCall, mask: SparseMask, wanted: Wanted) -> Hashable:
-    """Things that a kernel is compiled for, but for its carry and state: one that fails says nothing of the others."""
+def variant(call: AttentionCall, mask: SparseMask, wanted: Wanted, *, pages: bool = True) -> Hashable:
+    """Things that a kernel is compiled for, but for its carry and state: one that fails says nothing of the others.
+
+    pages: whether it reads pages; of one that does not it is a variant for the copy that it gets.
+    """
     lists = (mask.has_tiles, mask.stripes is not None, mask.disjoint)
     optional = tuple(x is not None for x in (call.starts, call.lengths, call.sinks))
-    page = None if call.pages is None else (call.pages.page, call.pages.k.dtype)
+    page = None if call.pages is None or not pages else (call.pages.page, call.pages.k.dtype)
     grid = mask.tile_q, mask.tile_k, mask.group, mask.stripe_width
     made = call.q.dtype, call.q.shape[-1], *grid, lists, optional, page, wanted.skips
     return (*made, "several requests") if wanted.together else made

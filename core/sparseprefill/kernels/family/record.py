@@ -176,8 +176,9 @@ class Family:
     name: what `Result.kernels` calls it: lower-case words joined by hyphens. rank: its place among others, higher ones
     are asked first; a number on every device, or one for each of NVIDIA's compute capabilities on which it runs, and on
     no others. launch: fills the job's outputs, without waiting for the device. objection: why it does not serve a call
-    that its features allow, or None; sizes and features alone, no device is asked. copied: whether it is to get a copy
-    of keys and values whose pages may be copied; asked before `objection`, which then sees the copy.
+    that its features allow, or None; sizes and features alone, no device is asked. copied: whether a kernel
+    that reads pages is to get a copy of those that may be copied; asked before `objection`, which then sees the copy.
+    Others get theirs once they have no objection.
 
     The functions import what they need when they are called. What one raises is a failure of this variant of the kernel
     (`choose.variant`), or where it cannot be imported of all: others serve from then on, and say why.

@@ -1,0 +1,277 @@
+"""Other rules for rowmax's columns, on a real model: ``python -m lab.rowmax.rules --model MODEL`` (from tests/).
+
+Each is tried at a few thresholds beside the rule that ships, on natural texts: pairs, copies, facts and KL. Times say
+nothing here: the rules are put together from PyTorch and from several calls of the kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+
+import torch
+import typer
+from attrs import evolve, field, frozen
+from sparseprefill.adapters.calibration.candidates import Candidate
+from sparseprefill.adapters.cli.demo import GREEDY
+from sparseprefill.adapters.cli.group import CommandError, Stop
+from sparseprefill.adapters.cli.options import Device, Dtype, Model, Seed, Threads, Type
+from sparseprefill.adapters.cli.progress import bars
+from sparseprefill.adapters.cli.setup import Place, Source, identity_of
+from sparseprefill.adapters.demo.tasks import TABLES
+from sparseprefill.adapters.evaluation.reading import Sizes
+from sparseprefill.adapters.evaluation.texts import SHORTEST
+from sparseprefill.adapters.session.defaults import TAIL
+from sparseprefill.plugins.rowmax import RowMaxConfig
+from sparseprefill.plugins.rowmax.maxima import by_tiles, sampling, shares
+from sparseprefill.plugins.rowmax.stages import RowMaxEstimator
+from torch import Tensor
+
+from lab.bench.clock import Clock
+from lab.files import Files, JsonFile, MarkdownFile, command
+from lab.frontier import results
+from lab.frontier.exams import Texts
+from lab.frontier.layers import check_plain
+from lab.frontier.points import Point, Reader
+from lab.turns.talk import layers_of
+from sparseprefill.call import AttentionCall
+from sparseprefill.memory import Memory
+from sparseprefill.method import Method
+from sparseprefill.pipeline import Pipeline
+from sparseprefill.plan import Plan, Result
+
+app = command("Try other rules for rowmax's columns on a real model: pairs, copies, facts and KL.")
+
+
+@frozen(kw_only=True)
+class Ruled:
+    """Settings of every rule here. parameters: rowmax's own, over its defaults."""
+
+    parameters: Mapping[str, Any] = field(factory=dict)
+    value: float = 0.0
+
+    @property
+    def config(self) -> RowMaxConfig:
+        """rowmax's settings."""
+        return RowMaxConfig(**self.parameters)
+
+
+@frozen
+class TwoPasses(RowMaxEstimator):
+    """Columns that are near enough for one row in `every` are looked at again, with four times as many rows. near: a
+    column counts as near with so much of the share that is enough."""
+
+    near: float
+
+    def kept(self, call: AttentionCall, *, apart: bool = False) -> Tensor:
+        """As rowmax's."""
+        less = evolve(self.config, eps=self.config.eps * self.near, times=self.config.times * self.near, strong=1.0)
+        more = evolve(self.config, every=max(1, self.config.every // 4), strong=1.0)
+        first = super().kept(call, apart=apart)
+        near, again = (RowMaxEstimator(one).kept(call, apart=apart) for one in (less, more))
+        return first | (near & again)
+
+
+@frozen
+class SquaredLoss(RowMaxEstimator):
+    """Columns in the order of what they take off the rows' squared lost mass, each at the same price; and strong ones.
+
+    The price falls by halves, so that what is kept for one row counts when the next is looked at.
+    """
+
+    price: float
+    STEPS = 6
+
+    def kept(self, call: AttentionCall, *, apart: bool = False) -> Tensor:
+        """As rowmax's, by PyTorch."""
+        config, width = self.config, self.config.column
+        each = config.block // width
+        keep = torch.zeros(call.geometry.map_shape(config.block, width), dtype=torch.bool, device=call.q.device)
+        for tiles, rows, found in by_tiles(call, config.block, width, sampling(config, call.group)):
+            column = torch.arange(found.shape[4], device=found.device)
+            own = (rows.position // config.block * each).unflatten(2, found.shape[2:4])[..., :1, None]
+            fixed = (column >= own) | (column < each * int(config.sink))  # [B, H, t, 1, c]
+            lost = found.masked_fill(fixed, 0.0).sum(4, keepdim=True)
+            chosen = torch.zeros_like(found[:, :, :, 0], dtype=torch.bool)
+            for step in reversed(range(self.STEPS)):
+                gain = (found * (2 * lost - found)).sum(3)
+                more = (gain >= self.price * 2**step) & ~fixed.squeeze(3) & ~chosen
+                lost = (lost - (found * more[:, :, :, None]).sum(4, keepdim=True)).clamp_(min=0)
+                chosen |= more
+            if config.shares_strong:
+                strong = ((found >= config.strong).any(3) & chosen).unflatten(1, (-1, call.group)).any(2)
+                chosen |= strong.repeat_interleave(call.group, 1) & ~fixed.squeeze(3)
+            keep[:, :, tiles, : found.shape[4]] = chosen if apart else chosen | fixed.squeeze(3)
+        return keep
+
+
+@frozen(eq=False)
+class EverySecond(RowMaxEstimator):
+    """A layer of an odd number takes the columns of the one before it. heads: of the head of its own number ("head"),
+    or of all heads of that KV head ("group")."""
+
+    heads: str
+    before: dict[int, Tensor] = field(factory=dict)
+
+    def kept(self, call: AttentionCall, *, apart: bool = False) -> Tensor:
+        """As rowmax's, or those of the layer before."""
+        if call.layer % 2 and call.layer - 1 in self.before:
+            keep = self.before.pop(call.layer - 1)
+            if self.heads == "group":
+                keep = keep.unflatten(1, (-1, call.group)).any(2).repeat_interleave(call.group, 1)
+            return keep
+        self.before.clear()
+        self.before[call.layer] = super().kept(call, apart=apart)
+        return self.before[call.layer]
+
+
+@frozen
+class ByLayer(RowMaxEstimator):
+    """Other thresholds in the first half of the layers than in the second. early: `times` there."""
+
+    early: float
+    layers: int
+
+    def kept(self, call: AttentionCall, *, apart: bool = False) -> Tensor:
+        """As rowmax's."""
+        if call.layer >= self.layers // 2:
+            return super().kept(call, apart=apart)
+        return RowMaxEstimator(evolve(self.config, times=self.early)).kept(call, apart=apart)
+
+
+@frozen
+class Sampled:
+    """Corrector: some columns that were dropped enter the softmax once more, drawn by the largest share that a sampled
+    row of the query tile gives them, each for as many as it stands for: importance sampling of what is lost.
+
+    draws: columns for each query tile and head, with replacement. Prefills from position 0 alone.
+    """
+
+    estimator: RowMaxEstimator
+    draws: int
+    TILES = 16
+
+    def correct(self, call: AttentionCall, plan: Plan, result: Result, memory: Memory) -> Result:
+        """The result with them."""
+        check_plain(call)
+        config, width = self.estimator.config, self.estimator.config.column
+        block, group = config.block, call.group
+        kept = self.estimator.kept(call)
+        column = torch.arange(kept.shape[3], device=kept.device)
+        own = call.geometry.tiles(block)[0, :, None] * (block // width)
+        kept = kept | (column >= own) | (column < block // width * int(config.sink))
+        weight = shares(call, block, width, sampling(config, group)).masked_fill(kept, 0.0)  # [1, H, R, C]
+        out, generator = result.out.clone(), torch.Generator(call.q.device).manual_seed(call.layer)
+        keys, values = (_columns_of(x, width) for x in (call.k, call.v))  # [Hkv, C, width, D]
+        head = torch.arange(call.q.shape[1], device=kept.device)[:, None, None] // group
+        for first in range(0, kept.shape[2], self.TILES):
+            some = weight[0, :, first : first + self.TILES]  # [H, t, C]
+            total = some.sum(-1, keepdim=True)
+            odds = torch.where(total > 0, some, 1.0).flatten(0, 1)
+            drawn = torch.multinomial(odds, self.draws, replacement=True, generator=generator)
+            drawn = drawn.view(*some.shape[:2], self.draws)
+            each = (some / total).gather(2, drawn) * self.draws  # expected times that a column is drawn
+            rows = slice(first * block, min((first + self.TILES) * block, call.q.shape[2]))
+            q = torch.nn.functional.pad(call.q[0, :, rows].float(), (0, 0, 0, -(rows.stop - rows.start) % block))
+            q = q.unflatten(1, (-1, block))  # [H, t, block, D]
+            k, v = (x[head, drawn].flatten(2, 3).float() for x in (keys, values))  # [H, t, draws * width, D]
+            logits = q @ k.mT * call.softmax_scale - each.log().repeat_interleave(width, 2)[:, :, None]
+            logits = logits.masked_fill((total == 0)[..., None], -torch.inf)
+            lse = logits.logsumexp(-1).nan_to_num(nan=-torch.inf)
+            lost = logits.softmax(-1).nan_to_num() @ v
+            mine = result.lse[0, :, rows].float()
+            lse, lost = (x.flatten(1, 2)[:, : mine.shape[1]] for x in (lse, lost))
+            part = torch.sigmoid(lse - mine)[..., None]
+            out[0, :, rows] = (result.out[0, :, rows].float() * (1 - part) + lost * part).to(out.dtype)
+        return evolve(result, out=out)
+
+
+def _columns_of(x: Tensor, width: int) -> Tensor:
+    """``[Hkv, C, width, D]``: K or V of the first batch row, by column, padded with zeros."""
+    return torch.nn.functional.pad(x[0], (0, 0, 0, -x.shape[2] % width)).unflatten(1, (-1, width))
+
+
+def rules(layers: int) -> list[Candidate]:
+    """What is tried. layers: of the model."""
+
+    def plain(given: Ruled) -> Pipeline:
+        return Pipeline(RowMaxEstimator(given.config), name="rowmax")
+
+    def sampled(given: Ruled) -> Pipeline:
+        estimator = RowMaxEstimator(given.config)
+        return Pipeline(estimator, name="sampled").with_corrector(Sampled(estimator, int(given.value)))
+
+    def built(make: Callable[[Ruled], RowMaxEstimator]) -> Callable[[Ruled], Pipeline]:
+        return lambda given: Pipeline(make(given), name="ruled")
+
+    rows: list[tuple[str, Callable[[Ruled], Pipeline], float, dict[str, Any]]] = [
+        *[("rule", plain, 0.0, {"times": times}) for times in (2.0, 3.0, 4.5, 6.0)],
+        *[("rule", plain, 0.0, {"every": 16, "times": times}) for times in (1.5, 2.0)],
+        *[
+            ("two-passes", built(lambda x: TwoPasses(x.config, x.value)), near, {"every": every, "times": times})
+            for near, every, times in ((0.5, 8, 4.5), (0.25, 8, 4.5), (0.5, 16, 3.0), (0.25, 16, 3.0))
+        ],
+        *[
+            ("squared-loss", built(lambda x: SquaredLoss(x.config, x.value)), price, {})
+            for price in (0.0005, 0.001, 0.002, 0.004)
+        ],
+        ("layer-before", built(lambda x: EverySecond(x.config, "head")), 0.0, {}),
+        ("layer-before-group", built(lambda x: EverySecond(x.config, "group")), 0.0, {}),
+        ("early-layers", built(lambda x: ByLayer(x.config, x.value, layers)), 2.0, {"times": 4.5}),
+        ("early-layers", built(lambda x: ByLayer(x.config, x.value, layers)), 4.5, {"times": 2.0}),
+        ("sampled", sampled, 8.0, {"times": 4.5}),
+        ("sampled", sampled, 8.0, {}),
+    ]
+    return [
+        Candidate(
+            Method(name=name, summary=f"rowmax's columns by the rule {name}", config=Ruled, build=build),
+            {"parameters": parameters, "value": value},
+        )
+        for name, build, value, parameters in rows
+    ]
+
+
+@app.callback(invoke_without_command=True)
+def tried(
+    model: Model = None,
+    tokens: Annotated[int, typer.Option(min=SHORTEST, help="Tokens of a text.")] = 8192,
+    texts: Annotated[int, typer.Option(min=1, help="Texts, of all kinds in turn.")] = 1,
+    rule: Annotated[list[str] | None, typer.Option(help="Rule to try; repeat for several. By default all.")] = None,
+    seed: Seed = TABLES,
+    device: Device = "auto",
+    dtype: Type = Dtype.AUTO,
+    threads: Threads = 2,
+    markdown: MarkdownFile = None,
+    json: JsonFile = None,
+) -> None:
+    """Try other rules for rowmax's columns on a real model: pairs, copies, facts and KL."""
+    files = Files(markdown=markdown, json=json)
+    place = Place.of(device, dtype.value, threads)
+    points: list[Point] = []
+    with place.threaded(), bars(1) as shown, Stop() as stop:
+        source = Source.of(model, place)
+        read = Texts.natural(source, [tokens], texts, seed, TAIL, Sizes(greedy=GREEDY, repeats=1), ())
+        loaded = source.load()
+        found = rules(layers_of(loaded))
+        known = dict.fromkeys(one.method.name for one in found)
+        for name in rule or ():
+            if name not in known:
+                raise CommandError(f"--rule {name}: pass one of {', '.join(known)}")
+        found = [one for one in found if not rule or one.method.name in rule]
+        shown.expect(len(found))
+        reader = Reader.of(tokens, read.read(loaded, identity_of(loaded, model), tokens), Clock(place.device, 1, 0.01))
+        reader = evolve(reader, layers=None, untimed="a prototype")
+        about = {"model": model or "embedded", "texts": texts, "seed": seed, "dtype": place.dtype_name}
+        for one in found:
+            with shown.contender(f"{one.name}, {dict(one.parameters)}"):
+                points.append(reader.read(one))
+            results.keep(points, about, place, files)
+    stop.check(len(points))
+    results.report(points, about, place, files)
+    stop.end(len(points), len(found), "rules")
+    if any(one.error for one in points):
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    app()
