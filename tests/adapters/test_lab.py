@@ -10,16 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from attrs import evolve
 from sparseprefill.plugins.rowmax import RowMaxConfig
 from typer.testing import CliRunner
 
-from lab import corrections, overhead, recall_cost, skip_share
+from lab import corrections, overhead, recall_cost, skip_share, wide
 from lab.bench.case import parse_mask, random_mask
 from lab.bench.clock import Clock
 from lab.bench.shape import ModelShape
 from lab.frontier import by_layer
-from lab.rowmax import bounds
-from sparseprefill import AttentionCall, ParameterError
+from lab.rowmax import bounds, rules
+from sparseprefill import AttentionCall, Memory, ParameterError
 from sparseprefill.testing import head_tensors
 
 
@@ -93,3 +94,34 @@ def test_bounds_on_what_is_dropped_hold(tmp_path: Any) -> None:
     windowed = AttentionCall(*head_tensors(q_len=256, heads=2, kv_heads=1, head_dim=32), window=32, layer=3)
     with pytest.raises(ParameterError, match=r"^layer 3 has a window.*: pass a model without them"):
         next(bounds.columns_of(windowed, RowMaxConfig()))
+
+
+def test_every_rule_for_columns_runs() -> None:
+    call = AttentionCall(*head_tensors(q_len=1000, heads=4, kv_heads=2, head_dim=32))
+    found: dict[tuple[str, float], list[float]] = {}
+    for one in rules.rules(2):
+        parameters = {**one.parameters["parameters"], "eps": 1.0}
+        pipeline = one.method.pipeline(**{**one.parameters, "parameters": parameters})
+        memory = Memory()
+        for layer in range(2):
+            result = pipeline.run(evolve(call, layer=layer), memory)
+            assert 0 < result.density < 1
+            assert bool(result.out.isfinite().all())
+        found.setdefault((one.name, one.parameters["value"]), []).append(result.density)
+    assert found["two-passes", 0.5] < found["two-passes", 0.25]
+    prices = [found["squared-loss", price] for price in (0.0005, 0.001, 0.002, 0.004)]
+    assert prices == sorted(prices, reverse=True)
+    wrong = CliRunner().invoke(rules.app, ["--tokens", "3072", "--device", "cpu", "--rule", "none"])
+    assert "--rule none: pass one of rule, two-passes" in wrong.output
+
+
+def test_wide_heads_are_held_against_plain_attention(tmp_path: Any) -> None:
+    file = tmp_path / "wide.json"
+    words = ["--tokens", "300", "--heads", "2", "--kv-heads", "1", "--device", "cpu", "--rounds", "1"]
+    shown = CliRunner().invoke(wide.app, [*words, "--size", "192:128", "--seconds", "0.01", "--json", str(file)])
+    assert 0 == shown.exit_code, shown.output
+    rows = json.loads(file.read_text())["rows"]
+    assert [*wide.MASKS, "rowmax"] == [row["mask"] for row in rows]
+    assert all(row["error"] < 1e-5 and 0 < row["milliseconds"] for row in rows)
+    wrong = CliRunner().invoke(wide.app, [*words, "--size", "192"])
+    assert "--size 192: write the head dimensions" in wrong.output
