@@ -20,6 +20,9 @@ from sparseprefill.route import Route
 from ..evaluation.outcome import Contender
 from ..session.defaults import TAIL
 
+PROMISING = ("rowmax", "skip-softmax", "xattention", "vertical-slash", "flexprefill")
+"""Methods that are tried first, should the time not suffice for all: those that kept most on real models."""
+
 
 @frozen
 class Candidate:
@@ -80,13 +83,13 @@ def candidates(
 ) -> list[Candidate]:
     """The settings of several methods in the order in which to try them, should the time not suffice for all.
 
-    The methods take turns. Each begins with its defaults, and goes on through its search space in an order that is
-    shuffled, the same every time; one without a search space has its defaults alone. fixed: parameters by method that
-    each setting has. values: by method, as of `settings`.
+    The methods take turns, those of `PROMISING` first. Each begins with its defaults, and goes on through its search
+    space in an order that is shuffled, the same every time; one without a search space has its defaults alone. fixed:
+    parameters by method that each setting has. values: by method, as of `settings`.
     """
     rng = random.Random(0)
     columns = []
-    for method in methods:
+    for method in sorted(methods, key=_promise):
         given, tried = dict((fixed or {}).get(method.name, {})), (values or {}).get(method.name, {})
         method.configure(given)
         searched = {*method.search, *tried} - set(given)
@@ -94,3 +97,7 @@ def candidates(
         rng.shuffle(own)
         columns.append([Candidate(method, one) for one in [given, *own]])
     return [one for one in chain.from_iterable(zip_longest(*columns)) if one is not None]
+
+
+def _promise(method: Method) -> int:
+    return PROMISING.index(method.name) if method.name in PROMISING else len(PROMISING)

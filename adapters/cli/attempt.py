@@ -22,8 +22,6 @@ from .fit import COPIES, LEAST
 from .group import CommandError, Stop, check_writable
 
 if TYPE_CHECKING:
-    from sparseprefill.method import Method
-
     from ..calibration.search import Search, Trial
     from ..evaluation.clock import SideBySide
     from ..evaluation.outcome import Summary
@@ -36,8 +34,6 @@ KL = 0.02
 """Mean KL(dense || sparse) that a setting may have, in nats, unless told otherwise."""
 LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
 """Tokens of the texts, the longest that the time suffices for, unless told otherwise."""
-PROMISING = ("rowmax", "skip-softmax", "xattention", "vertical-slash", "flexprefill")
-"""Methods that are tried first, should the time not suffice for all: those that kept most on real models."""
 TEXTS = 4
 """Texts that are read, at most."""
 LONGER = "Longer prompts may gain: pass --tokens."
@@ -107,7 +103,7 @@ def try_(
     check_writable("--output", output)
     registry = default_registry()
     named = options.chosen(registry, method)
-    methods = sorted((one for one in named if one.table is None), key=_promise)
+    methods = [one for one in named if one.table is None]
     left_out = {
         one.name: f"it needs a table of this model's {one.table.of}; `sparseprefill fit` makes it"
         for one in named
@@ -360,10 +356,6 @@ def _kept(one: Summary) -> str:
     if one.inside is not None:
         parts.append(f"its next tokens are {one.inside.kl:.4f} nats (KL) from dense attention's, inside the prompt")
     return ", ".join([*parts, f"and it computes {one.density:.0%} of the pairs"])
-
-
-def _promise(method: Method) -> int:
-    return PROMISING.index(method.name) if method.name in PROMISING else len(PROMISING)
 
 
 def _kind(place: Place) -> str:
