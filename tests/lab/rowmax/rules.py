@@ -188,7 +188,8 @@ class Sampled:
 
 def _columns_of(x: Tensor, width: int) -> Tensor:
     """``[Hkv, C, width, D]``: K or V of the first batch row, by column, padded with zeros."""
-    return torch.nn.functional.pad(x[0], (0, 0, 0, -x.shape[2] % width)).unflatten(1, (-1, width))
+    found: Tensor = torch.nn.functional.pad(x[0], (0, 0, 0, -x.shape[2] % width)).unflatten(1, (-1, width))
+    return found
 
 
 def rules(layers: int) -> list[Candidate]:
