@@ -103,11 +103,9 @@ def test_every_rule_for_columns_runs() -> None:
         parameters = {**one.parameters["parameters"], "eps": 1.0}
         pipeline = one.method.pipeline(**{**one.parameters, "parameters": parameters})
         memory = Memory()
-        for layer in range(2):
-            result = pipeline.run(evolve(call, layer=layer), memory)
-            assert 0 < result.density < 1
-            assert bool(result.out.isfinite().all())
-        found.setdefault((one.name, one.parameters["value"]), []).append(result.density)
+        results = [pipeline.run(evolve(call, layer=layer), memory) for layer in range(2)]
+        assert all(0 < result.density < 1 and bool(result.out.isfinite().all()) for result in results)
+        found.setdefault((one.name, one.parameters["value"]), []).append(results[-1].density)
     assert found["two-passes", 0.5] < found["two-passes", 0.25]
     prices = [found["squared-loss", price] for price in (0.0005, 0.001, 0.002, 0.004)]
     assert prices == sorted(prices, reverse=True)

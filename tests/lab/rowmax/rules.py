@@ -248,7 +248,9 @@ def tried(
     """Try other rules for rowmax's columns on a real model: pairs, copies, facts and KL."""
     files = Files(markdown=markdown, json=json)
     place = Place.of(device, dtype.value, threads)
+    about = {"model": model or "embedded", "texts": texts, "seed": seed, "dtype": place.dtype_name}
     points: list[Point] = []
+    found: list[Candidate] = []
     with place.threaded(), bars(1) as shown, Stop() as stop:
         source = Source.of(model, place)
         read = Texts.natural(source, [tokens], texts, seed, TAIL, Sizes(greedy=GREEDY, repeats=1), ())
@@ -262,7 +264,6 @@ def tried(
         shown.expect(len(found))
         reader = Reader.of(tokens, read.read(loaded, identity_of(loaded, model), tokens), Clock(place.device, 1, 0.01))
         reader = evolve(reader, layers=None, untimed="a prototype")
-        about = {"model": model or "embedded", "texts": texts, "seed": seed, "dtype": place.dtype_name}
         for one in found:
             with shown.contender(f"{one.name}, {dict(one.parameters)}"):
                 points.append(reader.read(one))
