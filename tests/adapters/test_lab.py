@@ -14,7 +14,7 @@ from attrs import evolve
 from sparseprefill.plugins.rowmax import RowMaxConfig
 from typer.testing import CliRunner
 
-from lab import corrections, overhead, recall_cost, skip_share, wide
+from lab import corrections, mixed, overhead, recall_cost, skip_share, wide
 from lab.bench.case import parse_mask, random_mask
 from lab.bench.clock import Clock
 from lab.bench.shape import ModelShape
@@ -123,3 +123,17 @@ def test_wide_heads_are_held_against_plain_attention(tmp_path: Any) -> None:
     assert all(row["error"] < 1e-5 and 0 < row["milliseconds"] for row in rows)
     wrong = CliRunner().invoke(wide.app, [*words, "--size", "192"])
     assert "--size 192: write the head dimensions" in wrong.output
+
+
+def test_a_prompt_in_two_steps(tmp_path: Any) -> None:
+    file = tmp_path / "mixed.json"
+    words = ["--tokens", "3072", "--device", "cpu", "--threads", "1", "--first", "0.6"]
+    shown = CliRunner().invoke(mixed.app, [*words, "--json", str(file)])
+    assert 0 == shown.exit_code, shown.output
+    dense, sparse, both = json.loads(file.read_text())["rows"]
+    assert [*mixed.WAYS] == [row["way"] for row in (dense, sparse, both)]
+    assert (0, 1) == (dense["kl"], dense["density"])
+    assert all(0 < row["kl"] and 0 < row["density"] < 1 for row in (sparse, both))
+    assert sparse["kl"] != both["kl"], "the keys of the first step differ"
+    wrong = CliRunner().invoke(mixed.app, [*words[:-1], "0.99"])
+    assert "restates nothing behind it; pass less" in wrong.output
