@@ -100,8 +100,7 @@ def test_every_rule_for_columns_runs() -> None:
     call = AttentionCall(*head_tensors(q_len=1000, heads=4, kv_heads=2, head_dim=32))
     found: dict[tuple[str, float], list[float]] = {}
     for one in rules.rules(2):
-        parameters = {**one.parameters["parameters"], "eps": 1.0}
-        pipeline = one.method.pipeline(**{**one.parameters, "parameters": parameters})
+        pipeline = one.method.pipeline(**{**one.parameters, "eps": 1.0})
         memory = Memory()
         results = [pipeline.run(evolve(call, layer=layer), memory) for layer in range(2)]
         assert all(0 < result.density < 1 and bool(result.out.isfinite().all()) for result in results)

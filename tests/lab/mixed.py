@@ -12,7 +12,6 @@ from typing import Annotated, Any
 import torch
 import typer
 from attrs import asdict, frozen
-from sparseprefill.adapters.cli import options
 from sparseprefill.adapters.cli.group import CommandError
 from sparseprefill.adapters.cli.options import Configs, Device, Dtype, Methods, Model, Seed, Settings, Threads, Type
 from sparseprefill.adapters.cli.setup import Place, Source
@@ -26,7 +25,7 @@ from torch import Tensor
 from lab.bench import facts
 from lab.bench.report import write_figures
 from lab.files import JsonFile, command
-from sparseprefill.registry import default_registry
+from lab.single import single
 
 WAYS = {"dense": (False, False), "sparse, sparse": (True, True), "dense, sparse": (False, True)}
 app = command("Show what a prompt in two steps copies where the first, the second or both are sparse.")
@@ -62,10 +61,7 @@ def mixed(
     json: JsonFile = None,
 ) -> None:
     """Show what a prompt in two steps copies where the first, the second or both are sparse; rowmax by default."""
-    names = method or (() if config else ["rowmax"])
-    compared = options.contenders(default_registry(), names, settings or (), model, TAIL, configs=config or ())
-    if len(compared) != 1:
-        raise CommandError(f"--method {', '.join(one.label for one in compared)}: pass one method")
+    contender = single(method, settings, model, TAIL, config)
     place = Place.of(device, dtype.value, threads)
     found: list[Row] = []
     typer.echo("| text | first step, second | copies | NLL | KL | pairs of the second |\n|---|---|---:|---:|---:|---:|")
@@ -81,7 +77,7 @@ def mixed(
             ids = torch.tensor([text.ids], device=place.device)
             dense: Tensor | None = None
             for way, sparse in WAYS.items():
-                rows, density = steps(loaded, compared[0], ids, cut, sparse)
+                rows, density = steps(loaded, contender, ids, cut, sparse)
                 dense = rows if dense is None else dense
                 mine = rows[torch.tensor(at, device=rows.device) - 1 - cut]
                 right = int((mine.argmax(-1) == ids[0, at]).sum())

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from attrs import asdict, define, field, frozen
-from sparseprefill.adapters.cli import options, render
+from sparseprefill.adapters.cli import render
 from sparseprefill.adapters.cli.group import CommandError, Stop, write
 from sparseprefill.adapters.cli.options import (
     Configs,
@@ -43,11 +43,11 @@ from lab.bench import facts
 from lab.bench.report import write_figures
 from lab.files import Files, JsonFile, MarkdownFile, command
 from lab.files import markdown as in_markdown
+from lab.single import single
 from lab.turns.talk import layers_of
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import ParameterError
 from sparseprefill.plan import Result
-from sparseprefill.registry import default_registry
 
 ROWS = 64
 """Rows whose weights are in memory at once."""
@@ -158,11 +158,7 @@ def losses(
     One method, or one configuration; `rowmax` where none is named. Ctrl-C stops and shows what was measured so far.
     """
     files = Files(markdown=markdown, json=json)
-    names = method or (() if config else ["rowmax"])
-    compared = options.contenders(default_registry(), names, settings or (), model, tail, configs=config or ())
-    if len(compared) != 1:
-        raise CommandError(f"--method {', '.join(one.label for one in compared)}: pass one method")
-    (contender,) = compared
+    contender = single(method, settings, model, tail, config)
     place = Place.of(device, dtype.value, threads)
     with place.threaded(), bars(1) as shown:
         source = Source.of(model, place)

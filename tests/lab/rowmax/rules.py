@@ -6,7 +6,7 @@ nothing here: the rules are put together from PyTorch and from several calls of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import torch
@@ -45,15 +45,17 @@ app = command("Try other rules for rowmax's columns on a real model: pairs, copi
 
 @frozen(kw_only=True)
 class Ruled:
-    """Settings of every rule here. parameters: rowmax's own, over its defaults."""
+    """Settings of every rule here. times, every, eps: rowmax's own. value: what the rule has besides."""
 
-    parameters: Mapping[str, Any] = field(factory=dict)
+    times: float = 3.0
+    every: int = 8
+    eps: float = 0.005
     value: float = 0.0
 
     @property
     def config(self) -> RowMaxConfig:
         """rowmax's settings."""
-        return RowMaxConfig(**self.parameters)
+        return RowMaxConfig(times=self.times, every=self.every, eps=self.eps)
 
 
 @frozen
@@ -226,7 +228,7 @@ def rules(layers: int) -> list[Candidate]:
     return [
         Candidate(
             Method(name=name, summary=f"rowmax's columns by the rule {name}", config=Ruled, build=build),
-            {"parameters": parameters, "value": value},
+            {**parameters, "value": value},
         )
         for name, build, value, parameters in rows
     ]
