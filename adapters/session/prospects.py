@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from attrs import frozen
 
-from sparseprefill.call import AttentionCall
+from sparseprefill.call import AttentionCall, resized
 from sparseprefill.errors import UnsupportedCallError
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def _objection(route: Route, like: AttentionCall, lengths: Iterable[int]) -> str
     """The stages' objection to every length; empty where they take one."""
     reasons: dict[str, None] = {}
     for keys in lengths:
-        call = _call(like, keys)
+        call = resized(like, keys, keys)
         if left := route.left_dense(call):
             reasons[left] = None
             continue
@@ -108,17 +108,11 @@ def _too_small(route: Route, layers: Iterable[AttentionCall], lengths: list[int]
         if sizes in seen:
             continue
         seen.add(sizes)
-        if any(route.worth(_call(like, keys)) for keys in lengths):
+        if any(route.worth(resized(like, keys, keys)) for keys in lengths):
             return ""
-        said = f"up to {lengths[-1]} tokens every call stays dense: {route.choose(_call(like, lengths[-1])).dense}"
+        longest = resized(like, lengths[-1], lengths[-1])
+        said = f"up to {lengths[-1]} tokens every call stays dense: {route.choose(longest).dense}"
     return said
-
-
-def _call(like: AttentionCall, keys: int) -> AttentionCall:
-    """A call of another length, without memory of its own."""
-    q, k, v = (x[:1, :, :1].expand(-1, -1, keys, -1) for x in (like.q, like.k, like.v))
-    given = {name: getattr(like, name) for name in ("scale", "layer", "softcap", "sinks", "first_head")}
-    return AttentionCall(q, k, v, **given)
 
 
 def _listed(reasons: Mapping[int, str]) -> str:

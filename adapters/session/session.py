@@ -89,10 +89,10 @@ class Session:
     options: see `HostOptions`; with `strict` UnsupportedCallError is raised instead of falling back, and without
     `measure` masks wait for `report`, or, beyond `KEPT_BYTES`, their counts on the device.
     observe: called as ``observe(call, result)`` after every sparse call. warn: log the first fallback of each reason.
-    gate: judges each call by its sizes ("auto", a table or its path, a Gate; None for the route's own, if it has one);
-    what it finds too small for the method the host computes, which is no failure and so nothing that `strict` raises
-    for. hear_recall: told of each measured call when its figures arrive, which no call waits for. off: how this host is
-    told to have no gate, for messages.
+    gate: judges each prompt by its sizes ("auto", a table or its path, a Gate; None for the route's own, if it has
+    one); what it finds too small for the method the host computes, which is no failure and so nothing that `strict`
+    raises for. hear_recall: told of each measured call when its figures arrive, which no call waits for. off: how this
+    host is told to have no gate, for messages.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Session:
         the rows that were computed, with a density that is a share of the whole call's pairs.
         Raises UnsupportedCallError if `strict`, and whatever a stage raises: a broken stage is no fallback.
         """
-        chosen = self._choose(call)
+        chosen = self._choose(call, prefill.memory)
         if not isinstance(chosen, Pipeline):
             return chosen
         try:
@@ -168,7 +168,7 @@ class Session:
 
     def _begin(self, call: AttentionCall, prefill: Prefill, read: int | None) -> _Begun | Result | Fallback:
         """A call's plan; or its result, where it cannot wait for others, or why the host shall compute it."""
-        chosen = self._choose(call)
+        chosen = self._choose(call, prefill.memory)
         if not isinstance(chosen, Pipeline):
             return chosen
         try:
@@ -330,14 +330,14 @@ class Session:
             )
             return evolve(made, gated={why: count for why, count in made.fallbacks.items() if why in self._gated})
 
-    def _choose(self, call: AttentionCall) -> Pipeline | Result | Fallback:
-        """The pipeline for the call; or what the call comes to without one."""
+    def _choose(self, call: AttentionCall, memory: Memory) -> Pipeline | Result | Fallback:
+        """The pipeline for the call of a request; or what the call comes to without one."""
         if self.layers is not None and call.layer not in self.layers:
             return self._dense(call.layer, NOT_CHOSEN, sizes(call))
         if call.window is not None:
             return self._sliding(call)
         try:
-            choice = self.route.choose(call)
+            choice = self.route.choose(call, memory)
         except UnsupportedCallError as error:
             return self.decline(call.layer, str(error), sizes(call))
         if choice.gated:

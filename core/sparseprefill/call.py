@@ -188,6 +188,20 @@ def uncast(compute: Callable[P, T]) -> Callable[P, T]:
     return run
 
 
+def resized(call: AttentionCall, rows: int, keys: int) -> AttentionCall:
+    """A call of the same heads with so many query rows, the last of so many keys: for questions about sizes. Its
+    tensors have shapes and types, and no values worth reading; they take no memory."""
+    batch, heads, _, width = call.q.shape
+    shapes = (
+        (batch, heads, rows, width),
+        (batch, call.kv_heads, keys, width),
+        (batch, call.kv_heads, keys, call.value_dim),
+    )
+    q, k, v = (call.q.new_empty(()).expand(shape) for shape in shapes)
+    names = ("scale", "layer", "window", "softcap", "sinks", "first_head")
+    return AttentionCall(q, k, v, **{name: getattr(call, name) for name in names})
+
+
 def rows_at(x: Tensor, index: Tensor) -> Tensor:
     """Some rows of ``[B, H, N, *]``, by index int64 ``[B, n]``: ``[B, H, n, *]``, a copy."""
     return torch.gather(x, 2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Protocol, overload
 from attrs import evolve, field, frozen
 
 from sparseprefill.breakeven.gate import AUTO, AutoGate, Gate, GateChoice, gate_of
+from sparseprefill.breakeven.points import GAIN, pairs
 from sparseprefill.breakeven.table import Verdict
-from sparseprefill.call import AttentionCall, check_call
+from sparseprefill.call import AttentionCall, check_call, resized
 from sparseprefill.errors import ParameterError, UnsupportedCallError, printed
 from sparseprefill.executors.dense import dense
 from sparseprefill.memory import Memory
@@ -37,6 +38,9 @@ class Buildable(Protocol):
 
 WORTH = Verdict(True)
 UNSAID = "the gate keeps this call dense and gave no reason"
+OF_PROMPT = "{reason} (a prompt of {prompt:,} tokens, judged as a whole)"
+STEP = 2048
+"""Tokens that a step has at least, where a gate looks ahead: a shorter chunk shares its step with other requests."""
 
 
 def _is_verdict(value: Any) -> bool:
@@ -84,7 +88,9 @@ class Route(Runner):
     own. pipelines: one for each range of the profile, None where it found no setting accurate enough; a single one
     without a profile.
     gate: judges every call by its sizes; one that is not worth it runs dense attention and meets no stage: estimators
-    and observers do not see it, and nothing is remembered of it. None: every call runs the method.
+    and observers do not see it. With a Memory it judges a prompt once, at its first chunk: the steps to come as well
+    where the call knows `prompt_lengths`, by itself else; the other chunks follow. A dense beginning would not fit a
+    sparse end. None: every call runs the method.
     """
 
     name: str = field(validator=fitting("Route", lambda x: isinstance(x, str), "a string"))
@@ -109,7 +115,8 @@ class Route(Runner):
         parameters: Mapping[str, Any] | None = None,
         method: str | None = None,
     ) -> Route:
-        """Take what a profile has for each call's number of keys, padding included.
+        """Take what a profile has for the length of each call's prompt: `prompt_lengths`, or where that is not known,
+        its keys, padding included.
 
         find: the method of a name. parameters: go over the profile's. method: the one that the profile must be for;
         None for whichever it has. Raises ParameterError where it is for another, or its parameters do not fit;
@@ -135,13 +142,14 @@ class Route(Runner):
                 raise ParameterError(f"profile of {profile.name}, ranges[{i}].parameters: {error}") from error
         return cls(profile.name, tuple(made), profile)
 
-    def choose(self, call: AttentionCall) -> Choice:
+    def choose(self, call: AttentionCall, memory: Memory | None = None) -> Choice:
         """Choose what serves a call. By sizes and layer alone: nothing on the device is read.
 
-        Raises UnsupportedCallError where the profile is for another model; StageError, naming the gate, where it raises
-        or returns no Verdict.
+        memory: of the call's request. The gate's word on its first chunk is kept there, and is the word on all others;
+        None: the call is judged by itself. Raises UnsupportedCallError where the profile is for another model;
+        StageError, naming the gate, where it raises or returns no Verdict.
         """
-        verdict, found = self._judge(call), self._of_length(call)
+        verdict, found = self._verdict(call, memory), self._of_length(call)
         if not verdict.worth:
             return Choice(found, verdict.reason or UNSAID, gated=True)
         if reason := self._objection(call):
@@ -154,15 +162,45 @@ class Route(Runner):
         """Say why the profile leaves a call to dense attention: no setting was good enough; empty where one was."""
         if self.profile is None:
             return ""
-        one = self.profile.ranges[self.profile.index(call.kv_len)]
+        one = self.profile.ranges[self.profile.index(_length(call))]
         if one.method is None:
-            return f"the profile has no setting of {self.profile.name} that is accurate enough at {call.kv_len} keys"
+            at = _length(call)
+            return f"the profile has no setting of {self.profile.name} that is accurate enough at {at} keys"
         if call.layer in one.dense_layers:
             return f"the profile keeps layer {call.layer} dense: {one.method} is not accurate enough there"
         return ""
 
+    def _verdict(self, call: AttentionCall, memory: Memory | None) -> Verdict:
+        """The gate's verdict on the request that a call belongs to."""
+        if self.gate is None or memory is None:
+            return self._judge(call)
+        facts = (call.q.shape[1], call.kv_heads, call.q.shape[3], call.value_dim, call.q.dtype, call.window)
+        return memory.setdefault(("gate", self.name, *facts), lambda: self._of_prompt(call))
+
+    def _of_prompt(self, call: AttentionCall) -> Verdict:
+        """The gate's verdict on what is left of a prompt from this call on, as if each step to come were as long.
+
+        Steps are weighed by their pairs: by the predicted times where the gate has them, else by its yes or no.
+        """
+        prompt, rows = call.prompt_lengths, max(call.q.shape[2], STEP)
+        end = call.kv_len if call.q_offset is None else call.q_offset + call.q.shape[2]
+        if not isinstance(prompt, int) or prompt <= end:
+            return self._judge(call)
+        found = [(self._judge(call), pairs(call.q.shape[2], end))]
+        for first in range(end, prompt, rows):
+            last = min(first + rows, prompt)
+            found.append((self._judge(resized(call, last - first, last)), pairs(last - first, last)))
+        work = sum(weight for _, weight in found)
+        ratios = [one.ratio * weight for one, weight in found if one.ratio is not None]
+        ratio = sum(ratios) / work if len(ratios) == len(found) else None
+        gained = sum(weight for one, weight in found if one.worth)
+        worth = ratio <= GAIN if ratio is not None else 2 * gained > work
+        told = [(weight, one.reason) for one, weight in found if one.worth == worth and one.reason]
+        reason = max(told)[1] if told else ""
+        return Verdict(worth, ratio, reason if worth else OF_PROMPT.format(reason=reason or UNSAID, prompt=prompt))
+
     def _judge(self, call: AttentionCall) -> Verdict:
-        """The gate's verdict; without a gate every call is worth it."""
+        """The gate's verdict on a call by itself; without a gate every call is worth it."""
         if self.gate is None:
             return WORTH
         verdict: Verdict = Guard(self.gate, self.name).ask("judge", VERDICT, call, self._judged_as(call))
@@ -172,7 +210,7 @@ class Route(Runner):
         """The method under whose name the gate judges a call."""
         if self.profile is None or len(self.profile.methods) == 1:
             return self.name
-        return self.profile.ranges[self.profile.index(call.kv_len)].method or self.name
+        return self.profile.ranges[self.profile.index(_length(call))].method or self.name
 
     def worth(self, call: AttentionCall) -> bool:
         """Ask whether the gate lets `run` run the call sparse; StageError as of `choose`."""
@@ -186,7 +224,7 @@ class Route(Runner):
         if self.profile is None:
             (found,) = self.pipelines
         else:
-            found = self.pipelines[self.profile.index(call.kv_len)]
+            found = self.pipelines[self.profile.index(_length(call))]
         return Pipeline(_NoSetting(), name=self.name) if found is None else found
 
     def _objection(self, call: AttentionCall) -> str | None:
@@ -256,10 +294,16 @@ class Route(Runner):
     def run(self, call: AttentionCall, memory: Memory | None = None) -> Result:
         """One layer's attention: see Pipeline. `Result.dense` holds the reason where the call ran dense."""
         check_call(call)
-        choice = self.choose(call)
+        choice = self.choose(call, memory)
         if choice.dense:
             return dense(call, choice.pipeline.executing, choice.dense)
         return choice.pipeline.run(call, memory)
+
+
+def _length(call: AttentionCall) -> int:
+    """Tokens by which a profile is asked: chunks of one prompt get one setting."""
+    prompt = call.prompt_lengths
+    return max(call.kv_len, prompt) if isinstance(prompt, int) else call.kv_len
 
 
 class _NoSetting:

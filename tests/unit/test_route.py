@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +72,74 @@ def test_above_break_even_the_method_runs() -> None:
     assert not pipeline.worth(make(60))
 
 
-def test_a_dense_call_meets_no_stage_and_is_not_remembered() -> None:
+def test_a_dense_call_meets_no_stage_and_only_the_gates_word_is_remembered() -> None:
     memory, call = sp.Memory(), make(60, window=5)
     refusing = sp.build("anchor-attention")
     assert refusing.unsupported(call)
     result = sp.gated(refusing, NEVER).run(call, memory)
-    assert ("never anchor-attention", 0) == (result.dense, len(memory))
+    assert ("never anchor-attention", 1) == (result.dense, len(memory))
+
+
+class FromKeys:
+    """Finds calls worth it from so many keys on; asked: the sizes of those that it was asked about."""
+
+    def __init__(self, least: int, ratio: Callable[[int], float | None] = lambda keys: None) -> None:
+        self.least, self.ratio, self.asked = least, ratio, list[tuple[int, int]]()
+
+    def judge(self, call: sp.AttentionCall, method: str) -> Verdict:
+        self.asked.append((call.q.shape[2], call.kv_len))
+        worth = call.kv_len >= self.least
+        return Verdict(worth, self.ratio(call.kv_len), "" if worth else "too short")
+
+
+def chunk(first: int, last: int, prompt: int | torch.Tensor | None = None) -> sp.AttentionCall:
+    """Tokens `first` to `last` of a prompt, in sizes alone."""
+    q, k = torch.zeros(()).expand(1, 2, last - first, 8), torch.zeros(()).expand(1, 1, last, 8)
+    return sp.AttentionCall(q, k, k, prompt_lengths=prompt)
+
+
+def test_a_prompt_is_judged_once_by_the_steps_that_it_will_take() -> None:
+    gate, memory = FromKeys(8000), sp.Memory()
+    route = sp.gated(sp.build("streaming", **SMALL), gate)
+    assert "too short" == route.choose(chunk(0, 4096)).dense  # by itself
+    gate.asked.clear()
+    for first, last in ((0, 4096), (4096, 8192), (8192, 12000), (12000, 14000)):
+        assert "" == route.choose(chunk(first, last, 14000), memory).dense
+    assert [(4096, 4096), (4096, 8192), (4096, 12288), (1712, 14000)] == gate.asked
+
+
+def test_where_most_pairs_gain_nothing_the_whole_prompt_is_dense() -> None:
+    gate, memory = FromKeys(8001), sp.Memory()
+    route = sp.gated(sp.build("streaming", **SMALL), gate)
+    reasons = [
+        route.choose(chunk(first, last, 8100), memory).dense for first, last in ((0, 4000), (4000, 8000), (8000, 8100))
+    ]
+    assert 3 * ["too short (a prompt of 8,100 tokens, judged as a whole)"] == reasons
+    assert route.choose(chunk(8000, 8100)).dense == ""  # by itself it would run sparse
+
+
+@pytest.mark.parametrize(("late", "worth"), [(0.5, True), (0.9, False)])
+def test_predicted_times_of_the_steps_add_up(late: float, worth: bool) -> None:
+    """Half of the keys first, at twice dense's time: a quarter of the pairs, so 0.5 and three quarters of `late`."""
+    gate = FromKeys(8000, lambda keys: 2.0 if keys < 8000 else late)
+    route = sp.gated(sp.build("streaming", **SMALL), gate)
+    assert worth == (not route.choose(chunk(0, 4096, 8192), sp.Memory()).gated)
+
+
+@pytest.mark.parametrize("prompt", [None, int32(9000)], ids=["unknown", "on the device"])
+def test_a_prompt_of_unknown_length_goes_on_as_it_began(prompt: torch.Tensor | None) -> None:
+    gate, memory = FromKeys(4000), sp.Memory()
+    route = sp.gated(sp.build("streaming", **SMALL), gate)
+    for first, last in ((0, 3000), (3000, 6000), (6000, 9000)):
+        assert "too short" == route.choose(chunk(first, last, prompt), memory).dense
+    assert [(3000, 3000)] == gate.asked
+    assert "" == route.choose(chunk(6000, 9000, prompt), sp.Memory()).dense  # another request
+
+
+def test_a_short_first_chunk_shares_its_step() -> None:
+    gate = FromKeys(8000)
+    assert "" == sp.gated(sp.build("streaming", **SMALL), gate).choose(chunk(0, 37, 16384), sp.Memory()).dense
+    assert [(37, 37), (2048, 2085), (2048, 4133)] == gate.asked[:3]
 
 
 @given(

@@ -79,6 +79,14 @@ def several(**first: Any) -> Profile:
     return Profile(methods=("streaming", "vertical-slash"), model=MODEL, ranges=ranges)
 
 
+def test_chunks_of_a_prompt_get_one_setting_where_its_length_is_known() -> None:
+    route = sp.Route.by_length(several(), sp.default_registry().get)
+    calls = (make(20), make(20, prompt_lengths=50), make(30, 50, prompt_lengths=50), make(20, 50, prompt_lengths=30))
+    names = [route.choose(call).pipeline.name for call in calls]
+    assert ["streaming", "vertical-slash", "vertical-slash", "vertical-slash"] == names
+    assert "keeps layer 1 dense" in route.choose(evolve(calls[1], layer=1)).dense
+
+
 def test_a_profile_of_several_methods_needs_no_name_and_chooses_by_length(tmp_path: Path) -> None:
     path = tmp_path / "best.json"
     path.write_text(several().to_json(), encoding="utf-8")
