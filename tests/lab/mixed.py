@@ -1,7 +1,8 @@
 """A prompt in two steps, each dense or sparse: ``python -m lab.mixed --model MODEL`` (from tests/).
 
-A gate judges each step of a prompt by itself, so a prompt may begin dense and go on sparse. Of the rows of the second
-step this shows what they copy from far above, and KL against both steps dense, for each way to mix.
+What becomes of a prompt that begins dense and goes on sparse, or the other way round, as where dense attention answers
+behind a sparse prefill? Of the rows of the second step this shows what they copy from far above, and KL against both
+steps dense, for each way to mix. It is why a gate judges a prompt as a whole.
 """
 
 from __future__ import annotations
@@ -27,7 +28,12 @@ from lab.bench.report import write_figures
 from lab.files import JsonFile, command
 from lab.single import single
 
-WAYS = {"dense": (False, False), "sparse, sparse": (True, True), "dense, sparse": (False, True)}
+WAYS = {
+    "dense": (False, False),
+    "sparse, sparse": (True, True),
+    "dense, sparse": (False, True),
+    "sparse, dense": (True, False),
+}
 app = command("Show what a prompt in two steps copies where the first, the second or both are sparse.")
 
 
