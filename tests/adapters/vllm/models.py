@@ -138,6 +138,57 @@ def save_llava(folder: Path) -> Path:
     return folder
 
 
+GROUP = 32
+"""Input channels that share a scale, in 4-bit weights."""
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def save_in_4_bits(kind: str, folder: Path) -> Path:
+    """A random Llama whose linear layers are in 4 bits, in the format of GPTQ ("gptq") or AWQ ("awq")."""
+    import json
+
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    saved = save("llama", folder) / "model.safetensors"
+    tensors: dict[str, Any] = {}
+    for name, weight in load_file(saved).items():
+        if not name.endswith("_proj.weight"):
+            tensors[name] = weight.half()
+            continue
+        w, at = weight.t().float(), name.removesuffix("weight")  # [in, out]
+        groups = w.unflatten(0, (-1, GROUP))
+        scales = (groups.abs().amax(1) / 7).half()  # [in / GROUP, out]
+        values = ((groups / scales[:, None].float()).round() + 8).clamp(0, 15).flatten(0, 1).int()
+        tensors[at + "scales"] = scales
+        if kind == "gptq":  # along the input; 7 stands for a zero of 8
+            tensors[at + "qweight"] = _packed(values.unflatten(0, (-1, 8)), 1, range(8))
+            tensors[at + "qzeros"] = _packed(torch.full_like(scales, 7).int().unflatten(1, (-1, 8)), 2, range(8))
+            tensors[at + "g_idx"] = torch.arange(len(w), dtype=torch.int32) // GROUP
+        else:
+            tensors[at + "qweight"] = _packed(values.unflatten(1, (-1, 8)), 2, AWQ_ORDER)
+            tensors[at + "qzeros"] = _packed(torch.full_like(scales, 8).int().unflatten(1, (-1, 8)), 2, AWQ_ORDER)
+    save_file(tensors, saved, {"format": "pt"})
+    more = {"sym": True, "desc_act": False} if kind == "gptq" else {"zero_point": True, "version": "gemm"}
+    config = json.loads((folder / "config.json").read_text())
+    config |= {
+        "quantization_config": {"quant_method": kind, "bits": 4, "group_size": GROUP, **more},
+        "dtype": "float16",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def _packed(values: Any, dim: int, order: Any) -> Any:
+    """Eight numbers of 4 bits along `dim` as one int32, the first of `order` in the lowest bits."""
+    import torch
+
+    found = torch.zeros_like(values.select(dim, 0), dtype=torch.int64)
+    for place, index in enumerate(order):
+        found |= values.select(dim, index).long() << (4 * place)
+    return torch.where(found >= 1 << 31, found - (1 << 32), found).int().contiguous()
+
+
 def save_lora(folder: Path, layers: int = 3) -> Path:
     """A random adapter of a Llama's query and value projections, in the format of PEFT, large enough to be seen."""
     import json
