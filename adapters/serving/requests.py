@@ -41,7 +41,8 @@ class _Entry:
 
 @define(eq=False)
 class Requests:
-    """Prefills in progress, by their requests. finished: how many are over.
+    """Prefills in progress, by their requests. chunk: most tokens of a prompt that one step computes, 0 where that is
+    unknown. finished: how many are over.
 
     A prefill is over, and its memory freed, once its request decodes, begins anew, or is gone. Steps that go by without
     it do not end it: other batches run in between, drafts of a speculator have metadata of their own, and a chunk may
@@ -49,7 +50,8 @@ class Requests:
     that was preempted may find others of the same tokens in the prefix cache, and go on where it stood.
     """
 
-    finished: int = 0
+    chunk: int = 0
+    finished: int = field(default=0, init=False)
     _entries: dict[str, _Entry] = field(factory=dict, init=False)
     _nameless: int = field(default=0, init=False)
 
@@ -83,12 +85,12 @@ class Requests:
     def _next(self, row: Row, name: str | None) -> Prefill:
         if name is None:
             self._nameless += 1
-            return Prefill()
+            return Prefill(chunk=self.chunk)
         known = self._entries.get(name)
         if known is not None and not row.start == known.end > 0:
             self.end(name)
             known = None
-        prefill = Prefill() if known is None else known.prefill
+        prefill = Prefill(chunk=self.chunk) if known is None else known.prefill
         self._entries[name] = _Entry(prefill, row.end)
         return prefill
 

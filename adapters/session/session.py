@@ -62,10 +62,11 @@ class Fallback:
 
 @define(eq=False)
 class Prefill:
-    """One request's prefill, from its first chunk to its last. watched: whether its recall is measured; None before its
-    first sparse call."""
+    """One request's prefill, from its first chunk to its last. chunk: tokens that its host computes at once, 0 where
+    that is unknown. watched: whether its recall is measured; None before its first sparse call."""
 
     memory: Memory = field(factory=Memory)
+    chunk: int = 0
     serial: int = field(factory=itertools.count().__next__)
     watched: bool | None = field(default=None, init=False)
 
@@ -132,7 +133,7 @@ class Session:
         the rows that were computed, with a density that is a share of the whole call's pairs.
         Raises UnsupportedCallError if `strict`, and whatever a stage raises: a broken stage is no fallback.
         """
-        chosen = self._choose(call, prefill.memory)
+        chosen = self._choose(call, prefill)
         if not isinstance(chosen, Pipeline):
             return chosen
         try:
@@ -168,7 +169,7 @@ class Session:
 
     def _begin(self, call: AttentionCall, prefill: Prefill, read: int | None) -> _Begun | Result | Fallback:
         """A call's plan; or its result, where it cannot wait for others, or why the host shall compute it."""
-        chosen = self._choose(call, prefill.memory)
+        chosen = self._choose(call, prefill)
         if not isinstance(chosen, Pipeline):
             return chosen
         try:
@@ -330,14 +331,14 @@ class Session:
             )
             return evolve(made, gated={why: count for why, count in made.fallbacks.items() if why in self._gated})
 
-    def _choose(self, call: AttentionCall, memory: Memory) -> Pipeline | Result | Fallback:
+    def _choose(self, call: AttentionCall, prefill: Prefill) -> Pipeline | Result | Fallback:
         """The pipeline for the call of a request; or what the call comes to without one."""
         if self.layers is not None and call.layer not in self.layers:
             return self._dense(call.layer, NOT_CHOSEN, sizes(call))
         if call.window is not None:
             return self._sliding(call)
         try:
-            choice = self.route.choose(call, memory)
+            choice = self.route.choose(call, prefill.memory, prefill.chunk)
         except UnsupportedCallError as error:
             return self.decline(call.layer, str(error), sizes(call))
         if choice.gated:

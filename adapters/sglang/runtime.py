@@ -75,7 +75,7 @@ def make_runtime(runner: Any, options: Options, host: str) -> Runtime:
     made.start()
     _runtimes.add(made)
     known.tell(made)
-    made.layers = len(layers)
+    made.layers, made.requests.chunk = len(layers), _step(runner)
     able = _survey(made, runner, layers)
     made.last = max((one.index for one in able), default=-1)
     if able and (options.warm_up if options.warm_up is not None else not runner.server_args.skip_server_warmup):

@@ -24,7 +24,7 @@ from .admission import check_apart
 from .layer import heads_of, index_of, layer_of
 from .names import Names
 from .options import check_last
-from .runtime import DRAFTS, KEYLESS, Runtime
+from .runtime import DRAFTS, KEYLESS, Runtime, step_of
 from .split import check_fields
 
 log = logging.getLogger(__name__)
@@ -113,15 +113,9 @@ def _reason(runtime: Runtime, builder: Any, name: str, module: Any) -> str | Non
         builder.device,
         keys=int(config.model_config.max_model_len),
         min_query=runtime.options.min_query,
-        step=step_of(config, runtime),
+        step=step_of(config, runtime.options),
         bound=bound_of(runtime),
     )
-
-
-def step_of(config: Any, runtime: Runtime) -> int:
-    """Tokens of the longest chunk of a prompt that one step computes."""
-    step = min(int(config.scheduler_config.max_num_batched_tokens), int(config.model_config.max_model_len))
-    return step if runtime.options.chunk is None else min(step, runtime.options.chunk)
 
 
 def bound_of(runtime: Runtime) -> str:
@@ -148,7 +142,7 @@ def warm_up(runtime: Runtime, builder: Any, layers: Sequence[tuple[Layer, Any]])
         stored=spec.dtype,
         dtype=dtype,
         outside=layout.index("H") < layout.index("N"),
-        step=step_of(config, runtime),
+        step=step_of(config, runtime.options),
         longest=longest,
         small=runtime.options.min_query if impl.slow and runtime.session.route.gate is not None else 0,
         device=builder.device,

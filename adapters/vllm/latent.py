@@ -31,12 +31,12 @@ from sparseprefill.errors import AttachError, UnsupportedCallError
 from ..serving.attend import run
 from ..serving.layer import WINDOW, Heads, Layer, dense_reason
 from ..serving.parts import Part
-from .groups import bound_of, served, step_of, survey
+from .groups import bound_of, served, survey
 from .layer import INDEXED, index_of
 from .names import Names
 from .options import drafted
 from .plan import plan
-from .runtime import LATENT_FLAG, Runtime, layer_runtime
+from .runtime import LATENT_FLAG, Runtime, layer_runtime, step_of
 
 if TYPE_CHECKING:
     Host = Any
@@ -297,7 +297,7 @@ def _announce(backend: Any) -> None:
             device=torch.device(current_platform.device_type),
             keys=int(model.max_model_len),
             min_query=least,
-            step=step_of(config, runtime),
+            step=step_of(config, runtime.options),
             bound=bound_of(runtime),
         )
         short = SHORT.format(least=least, most=most) if least <= most else None

@@ -17,6 +17,7 @@ from sparseprefill.errors import AttachError
 
 from ..serving import runtime
 from ..serving.model import Model, model_of
+from ..serving.options import Options
 from ..serving.summary import SECONDS, show
 from ..serving.tally import Owner
 from .names import Names, drafting
@@ -126,9 +127,16 @@ def make_runtime(config: Any, attention: str) -> Runtime:
     check_chunk(config, options)
     check_unread(config, options)
     made = Runtime.made(options, model, _owner(config))
+    made.requests.chunk = step_of(config, options)
     for source, served in zip((options.source, *options.profiles.values()), made.every, strict=True):
         check_grain(options.chunk, served.session.route, source.at)
     return made
+
+
+def step_of(config: Any, options: Options) -> int:
+    """Tokens of the longest chunk of a prompt that one step computes."""
+    step = min(int(config.scheduler_config.max_num_batched_tokens), int(config.model_config.max_model_len))
+    return step if options.chunk is None else min(step, options.chunk)
 
 
 def _model(config: Any, attention: str) -> Model:

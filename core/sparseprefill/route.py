@@ -40,7 +40,9 @@ WORTH = Verdict(True)
 UNSAID = "the gate keeps this call dense and gave no reason"
 OF_PROMPT = "{reason} (a prompt of {prompt:,} tokens, judged as a whole)"
 STEP = 2048
-"""Tokens that a step has at least, where a gate looks ahead: a shorter chunk shares its step with other requests."""
+"""Tokens that a step has at least, where nobody tells how many: a shorter chunk shares its step with others."""
+SHORT = 8
+"""A beginning of at most one token in so many is too short to bind what comes after it."""
 
 
 def _is_verdict(value: Any) -> bool:
@@ -142,14 +144,15 @@ class Route(Runner):
                 raise ParameterError(f"profile of {profile.name}, ranges[{i}].parameters: {error}") from error
         return cls(profile.name, tuple(made), profile)
 
-    def choose(self, call: AttentionCall, memory: Memory | None = None) -> Choice:
+    def choose(self, call: AttentionCall, memory: Memory | None = None, chunk: int = 0) -> Choice:
         """Choose what serves a call. By sizes and layer alone: nothing on the device is read.
 
-        memory: of the call's request. The gate's word on its first chunk is kept there, and is the word on all others;
-        None: the call is judged by itself. Raises UnsupportedCallError where the profile is for another model;
-        StageError, naming the gate, where it raises or returns no Verdict.
+        memory: of the call's request. The gate's word on its first chunk is kept there, and is the word on all others,
+        but where that was an eighth of them or less; None: the call is judged by itself. chunk: tokens of a prompt that
+        its host computes at once, 0 where it is unknown. Raises UnsupportedCallError where the profile is for another
+        model; StageError, naming the gate, where it raises or returns no Verdict.
         """
-        verdict, found = self._verdict(call, memory), self._of_length(call)
+        verdict, found = self._verdict(call, memory, chunk), self._of_length(call)
         if not verdict.worth:
             return Choice(found, verdict.reason or UNSAID, gated=True)
         if reason := self._objection(call):
@@ -170,26 +173,32 @@ class Route(Runner):
             return f"the profile keeps layer {call.layer} dense: {one.method} is not accurate enough there"
         return ""
 
-    def _verdict(self, call: AttentionCall, memory: Memory | None) -> Verdict:
+    def _verdict(self, call: AttentionCall, memory: Memory | None, chunk: int) -> Verdict:
         """The gate's verdict on the request that a call belongs to."""
         if self.gate is None or memory is None:
             return self._judge(call)
-        facts = (call.q.shape[1], call.kv_heads, call.q.shape[3], call.value_dim, call.q.dtype, call.window)
-        return memory.setdefault(("gate", self.name, *facts), lambda: self._of_prompt(call))
+        end = call.kv_len if call.q_offset is None else call.q_offset + call.q.shape[2]
+        start = end - call.q.shape[2]
+        heads = (call.q.shape[1], call.kv_heads, call.q.shape[3], call.value_dim)
+        key = ("gate", self.name, heads, call.q.dtype, call.window)
+        found: tuple[int, Verdict] | None = memory.get(key, None)
+        if found is None or (found[0] != start and SHORT * start <= end):
+            found = start, self._of_prompt(call, chunk)
+            memory.put(key, found)
+        return found[1]
 
-    def _of_prompt(self, call: AttentionCall) -> Verdict:
-        """The gate's verdict on what is left of a prompt from this call on, as if each step to come were as long.
+    def _of_prompt(self, call: AttentionCall, chunk: int) -> Verdict:
+        """The gate's verdict on what is left of a prompt from this call on, in steps of `chunk` tokens.
 
         Steps are weighed by their pairs: by the predicted times where the gate has them, else by its yes or no.
         """
-        prompt, rows = call.prompt_lengths, max(call.q.shape[2], STEP)
-        end = call.kv_len if call.q_offset is None else call.q_offset + call.q.shape[2]
+        prompt, rows = call.prompt_lengths, call.q.shape[2]
+        end = call.kv_len if call.q_offset is None else call.q_offset + rows
         if not isinstance(prompt, int) or prompt <= end:
             return self._judge(call)
-        found = [(self._judge(call), pairs(call.q.shape[2], end))]
-        for first in range(end, prompt, rows):
-            last = min(first + rows, prompt)
-            found.append((self._judge(resized(call, last - first, last)), pairs(last - first, last)))
+        each = chunk or max(rows, STEP)
+        steps = [(first, min(first + each, prompt)) for first in range(end - rows, prompt, each)]
+        found = [(self._judge(resized(call, last - first, last)), pairs(last - first, last)) for first, last in steps]
         work = sum(weight for _, weight in found)
         ratios = [one.ratio * weight for one, weight in found if one.ratio is not None]
         ratio = sum(ratios) / work if len(ratios) == len(found) else None

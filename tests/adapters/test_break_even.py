@@ -74,7 +74,7 @@ def test_layers_of_one_forward_are_judged_once(model: Any) -> None:
         cache = model(prompt(60), use_cache=True).past_key_values
         model(prompt(30), past_key_values=cache)
         logits(model, 60)
-    assert [(60, 60), (30, 90), (60, 60)] == gate.asked
+    assert [(60, 60), (60, 60)] == gate.asked  # the second call goes on with the first one's prompt
     assert [("dense", 3, {BELOW: 3})] * 2 == [
         (one.mode, one.dense_calls, one.reasons) for one in handle.report().layers
     ]
@@ -163,14 +163,19 @@ def test_a_table_that_does_not_know_the_device_is_noted(model: Any) -> None:
 
 
 @torch.no_grad()
-def test_chunks_are_judged_one_by_one(model: Any) -> None:
+def test_chunks_go_on_as_the_prompt_began(model: Any) -> None:
+    """Later chunks would be worth it by themselves; a dense beginning would not fit them."""
     sizes = ((32, 64, 3.0), (32, 128, 0.5), (64, 64, 3.0), (128, 128, 0.5))
     gate = table(shape_of(*(point(queries, keys, streaming=ratio) for queries, keys, ratio in sizes), **HEADS))
     with attach(model, "streaming", tail=0, gate=gate, **STREAMING) as handle:
         model.generate(prompt(160), max_new_tokens=3, do_sample=False, prefill_chunk_size=64)
     (first, _) = handle.report().layers
-    assert (2, 1) == (first.sparse_calls, first.dense_calls)
-    assert not handle.report().notes
+    assert (0, 3) == (first.sparse_calls, first.dense_calls)
+    assert {BELOW: 6} == handle.report().fallbacks
+    with attach(model, "streaming", tail=0, gate=gate, **STREAMING) as handle:  # a longer beginning
+        model.generate(prompt(160), max_new_tokens=3, do_sample=False, prefill_chunk_size=128)
+    (first, _) = handle.report().layers
+    assert (2, 0) == (first.sparse_calls, first.dense_calls)
 
 
 def test_sliding_windows_stay_bands() -> None:

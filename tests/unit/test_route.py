@@ -136,10 +136,24 @@ def test_a_prompt_of_unknown_length_goes_on_as_it_began(prompt: torch.Tensor | N
     assert "" == route.choose(chunk(6000, 9000, prompt), sp.Memory()).dense  # another request
 
 
-def test_a_short_first_chunk_shares_its_step() -> None:
+def test_a_short_beginning_binds_nothing() -> None:
+    """Such as a system prompt that was computed alone, before a long document."""
+    gate, memory = FromKeys(4000), sp.Memory()
+    route = sp.gated(sp.build("streaming", **SMALL), gate)
+    assert "too short" == route.choose(chunk(0, 1000), memory).dense
+    assert "too short" == route.choose(chunk(1000, 7999), memory).dense  # it is more than an eighth
+    for layer in range(2):
+        assert "" == route.choose(evolve(chunk(1000, 8000), layer=layer), memory).dense
+    assert [(1000, 1000), (7000, 8000)] == gate.asked
+    assert "" == route.choose(chunk(8000, 8100), memory).dense  # goes on as that began
+
+
+@pytest.mark.parametrize(("told", "each"), [(0, 2048), (6000, 6000)], ids=["unknown", "told by the host"])
+def test_a_short_first_chunk_shares_its_step(told: int, each: int) -> None:
     gate = FromKeys(8000)
-    assert "" == sp.gated(sp.build("streaming", **SMALL), gate).choose(chunk(0, 37, 16384), sp.Memory()).dense
-    assert [(37, 37), (2048, 2085), (2048, 4133)] == gate.asked[:3]
+    assert "" == sp.gated(sp.build("streaming", **SMALL), gate).choose(chunk(0, 37, 16384), sp.Memory(), told).dense
+    assert [(each, each), (each, 2 * each)] == gate.asked[:2]
+    assert 16384 == gate.asked[-1][1]
 
 
 @given(
