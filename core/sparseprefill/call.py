@@ -198,7 +198,7 @@ def resized(call: AttentionCall, rows: int, keys: int) -> AttentionCall:
         (batch, call.kv_heads, keys, call.value_dim),
     )
     q, k, v = (call.q.new_empty(()).expand(shape) for shape in shapes)
-    names = ("scale", "layer", "window", "softcap", "sinks", "first_head")
+    names = ("scale", "layer", "prompt_lengths", "window", "softcap", "sinks", "first_head")
     return AttentionCall(q, k, v, **{name: getattr(call, name) for name in names})
 
 

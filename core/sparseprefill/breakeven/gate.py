@@ -83,7 +83,11 @@ AUTO = "auto"
 
 @runtime_checkable
 class Gate(Protocol):
-    """Anything that judges calls by their sizes: a BreakEven, or one of yours."""
+    """Anything that judges calls by their sizes: a BreakEven, or one of yours.
+
+    A prompt is judged once, at its first chunk: `Route`. Where its length is known, its steps come as calls of their
+    sizes, whose tensors hold no values; `prompt_lengths` tells the length.
+    """
 
     __slots__ = ()
 
