@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from helpers.tables import point, shape_of, table
+
 from . import engine, models
 
 pytestmark = [engine.NEEDED, pytest.mark.slow]
@@ -59,6 +61,16 @@ JOBS: dict[str, dict[str, Any]] = {
     "wrong parameter": {"rounds": [TWO], "sparse": {"method": "streaming", "parameters": {"sinc": 3}}},
     "strict": {"rounds": [TWO], "sparse": {"method": "share-prefill", "strict": True}},
 }
+GATED: dict[str, Any] = {
+    "rounds": [[models.prompt(length, seed=length)] for length in (700, 300)],
+    "options": {"max_num_batched_tokens": 256},
+}
+"""One prompt after the other, in steps of 256 tokens."""
+TIMES = (
+    point(128, 128, streaming=4.0),
+    *(point(256, n, streaming=r) for n, r in ((256, 3.0), (512, 0.5), (1024, 0.3))),
+)
+"""Of the first step alone streaming makes a loss."""
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +78,12 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Every job by name, all in one process."""
     folder = tmp_path_factory.mktemp("sparse")
     model = str(models.save("llama", folder / "llama"))
-    jobs = [{"model": model, "tokens": 6, **job} for job in JOBS.values()]
-    found: dict[str, Any] = dict(zip(JOBS, engine.run(jobs, folder), strict=True))
+    gate = folder / "table.json"
+    sizes = {"heads": 4, "kv_heads": 2, "head_dim": 32}
+    gate.write_text(table(shape_of(*TIMES, point(1024, 1024, streaming=0.2), **sizes)).to_json(), encoding="utf-8")
+    every = {**JOBS, "gated": {**GATED, "sparse": {**STREAMING, "gate": str(gate)}}}
+    jobs = [{"model": model, "tokens": 6, **job} for job in every.values()]
+    found: dict[str, Any] = dict(zip(every, engine.run(jobs, folder), strict=True))
     return {**found, "log": (folder / "log.txt").read_text()}
 
 
@@ -121,6 +137,14 @@ def test_a_preempted_request_begins_anew(answers: dict[str, Any]) -> None:
     begun = {number for number, _, _, offset, _ in diary if offset == 0}
     assert 4 < len(begun)
     assert all(calls <= 3 for _, calls, _, _, _ in diary)
+
+
+def test_all_chunks_of_a_prompt_run_sparse_or_dense(answers: dict[str, Any]) -> None:
+    """700 tokens gain on the whole, though not in their first step; 300 do not."""
+    report = answers["gated"]["report"]
+    assert [(3, 2)] * 3 == [(layer["sparse_calls"], layer["dense_calls"]) for layer in report["layers"]]
+    (reason,) = report["fallbacks"]
+    assert "a prompt of 300 tokens, judged as a whole" in reason
 
 
 def test_layers_may_be_chosen(answers: dict[str, Any]) -> None:
