@@ -39,6 +39,7 @@ class Buildable(Protocol):
 WORTH = Verdict(True)
 UNSAID = "the gate keeps this call dense and gave no reason"
 OF_PROMPT = "{reason} (a prompt of {prompt:,} tokens, judged as a whole)"
+OF_BEGINNING = "{reason} (judged by the prompt's first chunk)"
 STEP = 2048
 """Tokens that a step has at least, where nobody tells how many: a shorter chunk shares its step with others."""
 SHORT = 8
@@ -185,7 +186,10 @@ class Route(Runner):
         if found is None or (found[0] != start and SHORT * start <= end):
             found = start, self._of_prompt(call, chunk)
             memory.put(key, found)
-        return found[1]
+        first, verdict = found
+        if verdict.worth or first == start or isinstance(call.prompt_lengths, int):
+            return verdict
+        return evolve(verdict, reason=OF_BEGINNING.format(reason=verdict.reason or UNSAID))
 
     def _of_prompt(self, call: AttentionCall, chunk: int) -> Verdict:
         """The gate's verdict on what is left of a prompt from this call on, in steps of `chunk` tokens.

@@ -75,7 +75,7 @@ def test_layers_of_one_forward_are_judged_once(model: Any) -> None:
         model(prompt(30), past_key_values=cache)
         logits(model, 60)
     assert [(60, 60), (60, 60)] == gate.asked  # the second call goes on with the first one's prompt
-    assert [("dense", 3, {BELOW: 3})] * 2 == [
+    assert [("dense", 3, {BELOW: 2, f"{BELOW} (judged by the prompt's first chunk)": 1})] * 2 == [
         (one.mode, one.dense_calls, one.reasons) for one in handle.report().layers
     ]
 
@@ -171,7 +171,7 @@ def test_chunks_go_on_as_the_prompt_began(model: Any) -> None:
         model.generate(prompt(160), max_new_tokens=3, do_sample=False, prefill_chunk_size=64)
     (first, _) = handle.report().layers
     assert (0, 3) == (first.sparse_calls, first.dense_calls)
-    assert {BELOW: 6} == handle.report().fallbacks
+    assert {BELOW: 2, f"{BELOW} (judged by the prompt's first chunk)": 4} == handle.report().fallbacks
     with attach(model, "streaming", tail=0, gate=gate, **STREAMING) as handle:  # a longer beginning
         model.generate(prompt(160), max_new_tokens=3, do_sample=False, prefill_chunk_size=128)
     (first, _) = handle.report().layers

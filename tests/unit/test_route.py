@@ -130,8 +130,10 @@ def test_predicted_times_of_the_steps_add_up(late: float, worth: bool) -> None:
 def test_a_prompt_of_unknown_length_goes_on_as_it_began(prompt: torch.Tensor | None) -> None:
     gate, memory = FromKeys(4000), sp.Memory()
     route = sp.gated(sp.build("streaming", **SMALL), gate)
-    for first, last in ((0, 3000), (3000, 6000), (6000, 9000)):
-        assert "too short" == route.choose(chunk(first, last, prompt), memory).dense
+    assert "too short" == route.choose(chunk(0, 3000, prompt), memory).dense
+    for first, last in ((3000, 6000), (6000, 9000)):
+        reason = route.choose(chunk(first, last, prompt), memory).dense
+        assert "too short (judged by the prompt's first chunk)" == reason
     assert [(3000, 3000)] == gate.asked
     assert "" == route.choose(chunk(6000, 9000, prompt), sp.Memory()).dense  # another request
 
@@ -141,7 +143,7 @@ def test_a_short_beginning_binds_nothing() -> None:
     gate, memory = FromKeys(4000), sp.Memory()
     route = sp.gated(sp.build("streaming", **SMALL), gate)
     assert "too short" == route.choose(chunk(0, 1000), memory).dense
-    assert "too short" == route.choose(chunk(1000, 7999), memory).dense  # it is more than an eighth
+    assert route.choose(chunk(1000, 7999), memory).dense.startswith("too short")  # it is more than an eighth
     for layer in range(2):
         assert "" == route.choose(evolve(chunk(1000, 8000), layer=layer), memory).dense
     assert [(1000, 1000), (7000, 8000)] == gate.asked
