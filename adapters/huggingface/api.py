@@ -63,8 +63,9 @@ def attach(
     sync. observe: called as ``observe(call, result)`` after every sparse layer.
     profile: a file that ``sparseprefill fit`` wrote for this model; the length of each call chooses method
     and parameters, `parameters` go over them.
-    gate: judges each call by its sizes, so that one too small for the method runs dense. "auto": the break-even table
-    that fits the device, if there is one; or the path of a table, a BreakEven or Gate, None for no gate.
+    gate: judges each prompt by the sizes of its first chunk, so that one too small for the method runs dense. "auto":
+    the break-even table that fits the device, if there is one; or the path of a table, a BreakEven or Gate, None for no
+    gate.
     tail: last query rows of each forward that get every key, whatever the method selects, in whole query tiles, for
     there a question stands that block methods pool away; a Pipeline given gets it, too. 0 leaves the method as it is.
     recall: how much of the attention mass of sampled query rows every head keeps, such as 0.95; what the method leaves

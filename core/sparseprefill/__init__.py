@@ -194,8 +194,9 @@ def build(
 
     profile: a file that ``sparseprefill fit`` wrote; the number of keys of a call then chooses method and
     parameters, and `parameters` go over them. The name may be left out, as the profile holds it.
-    gate: judges each call by its sizes, so that one too small for the method runs dense attention, and says so in
-    `Result.dense`: "auto", the path of a break-even table, a BreakEven or Gate. None: every call runs the method.
+    gate: judges each call by its sizes, or with a `Memory` each prompt, once, so that what is too small for the method
+    runs dense attention, and says so in `Result.dense`: "auto", the path of a break-even table, a BreakEven or Gate.
+    None: every call runs the method.
     recall: how much of the attention mass of sampled query rows is kept in any case, such as 0.95, or a `RecallFloor`
     with options of its own; what the method leaves out of that is added before execution. None: whatever it chooses.
     With a profile or a gate the answer is a `Route`, which runs like a Pipeline.
