@@ -86,7 +86,7 @@ def _objection(route: Route, like: AttentionCall, lengths: Iterable[int]) -> str
     """The stages' objection to every length; empty where they take one."""
     reasons: dict[str, None] = {}
     for keys in lengths:
-        call = resized(like, keys, keys)
+        call = resized(like, keys, keys, batch=1)
         if left := route.left_dense(call):
             reasons[left] = None
             continue
@@ -108,9 +108,9 @@ def _too_small(route: Route, layers: Iterable[AttentionCall], lengths: list[int]
         if sizes in seen:
             continue
         seen.add(sizes)
-        if any(route.worth(resized(like, keys, keys)) for keys in lengths):
+        if any(route.worth(resized(like, keys, keys, batch=1)) for keys in lengths):
             return ""
-        longest = resized(like, lengths[-1], lengths[-1])
+        longest = resized(like, lengths[-1], lengths[-1], batch=1)
         said = f"up to {lengths[-1]} tokens every call stays dense: {route.choose(longest).dense}"
     return said
 

@@ -51,12 +51,12 @@ def announce(runtime: Runtime, builder: Any) -> list[tuple[Layer, Any]]:
 
 
 def survey(runtime: Runtime, config: Any, reasons: Sequence[tuple[int, str | None]]) -> None:
-    """Say, or refuse, before an engine serves anything, what will not run sparse.
+    """Say, or refuse, before an engine serves anything, what will not run sparse; take in how long its steps are.
 
     reasons: of all layers of this process, by index, why they will stay dense, or None.
     """
     chosen = runtime.options.layers
-    runtime.surveyed = True
+    runtime.surveyed, runtime.requests.chunk = True, step_of(config, runtime.options)
     check_apart(config, Request)
     runtime.expect(reasons)
     check_last(

@@ -127,7 +127,6 @@ def make_runtime(config: Any, attention: str) -> Runtime:
     check_chunk(config, options)
     check_unread(config, options)
     made = Runtime.made(options, model, _owner(config))
-    made.requests.chunk = step_of(config, options)
     for source, served in zip((options.source, *options.profiles.values()), made.every, strict=True):
         check_grain(options.chunk, served.session.route, source.at)
     return made

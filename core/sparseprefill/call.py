@@ -188,10 +188,11 @@ def uncast(compute: Callable[P, T]) -> Callable[P, T]:
     return run
 
 
-def resized(call: AttentionCall, rows: int, keys: int) -> AttentionCall:
+def resized(call: AttentionCall, rows: int, keys: int, batch: int | None = None) -> AttentionCall:
     """A call of the same heads with so many query rows, the last of so many keys: for questions about sizes. Its
-    tensors have shapes and types, and no values worth reading; they take no memory."""
-    batch, heads, _, width = call.q.shape
+    tensors have shapes and types, and no values worth reading; they take no memory. batch: None for the call's own."""
+    heads, width = call.q.shape[1], call.q.shape[3]
+    batch = call.q.shape[0] if batch is None else batch
     shapes = (
         (batch, heads, rows, width),
         (batch, call.kv_heads, keys, width),

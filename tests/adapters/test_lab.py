@@ -129,10 +129,12 @@ def test_a_prompt_in_two_steps(tmp_path: Any) -> None:
     words = ["--tokens", "3072", "--device", "cpu", "--threads", "1", "--first", "0.6"]
     shown = CliRunner().invoke(mixed.app, [*words, "--json", str(file)])
     assert 0 == shown.exit_code, shown.output
-    dense, sparse, both = json.loads(file.read_text())["rows"]
-    assert [*mixed.WAYS] == [row["way"] for row in (dense, sparse, both)]
+    dense, sparse, late, early = rows = json.loads(file.read_text())["rows"]
+    assert [*mixed.WAYS] == [row["way"] for row in rows]
     assert (0, 1) == (dense["kl"], dense["density"])
-    assert all(0 < row["kl"] and 0 < row["density"] < 1 for row in (sparse, both))
-    assert sparse["kl"] != both["kl"], "the keys of the first step differ"
+    assert all(0 < row["kl"] and 0 < row["density"] < 1 for row in (sparse, late))
+    assert sparse["kl"] != late["kl"], "the keys of the first step differ"
+    assert 0 < early["kl"] != sparse["kl"]
+    assert 1 == early["density"], "of the second step, which is dense"
     wrong = CliRunner().invoke(mixed.app, [*words[:-1], "0.99"])
     assert "restates nothing behind it; pass less" in wrong.output
