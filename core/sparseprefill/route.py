@@ -39,6 +39,7 @@ class Buildable(Protocol):
 WORTH = Verdict(True)
 UNSAID = "the gate keeps this call dense and gave no reason"
 OF_PROMPT = "{reason} (a prompt of {prompt:,} tokens, judged as a whole)"
+BEHIND = "{reason} (judged for the {start:,} tokens before it: behind a dense beginning a sparse end loses copies)"
 OF_BEGINNING = "{reason} (judged by the prompt's first chunk)"
 STEP = 2048
 """Tokens that a step has at least, where nobody tells how many: a shorter chunk shares its step with others."""
@@ -93,7 +94,8 @@ class Route(Runner):
     gate: judges every call by its sizes; one that is not worth it runs dense attention and meets no stage: estimators
     and observers do not see it. With a Memory it judges a prompt once, at its first chunk: the steps to come as well
     where the call knows `prompt_lengths`, by itself else; the other chunks follow. A dense beginning would not fit a
-    sparse end. None: every call runs the method.
+    sparse end. So a request behind keys of another one, such as the turns before, is dense where a prompt of that many
+    keys is. None: every call runs the method.
     """
 
     name: str = field(validator=fitting("Route", lambda x: isinstance(x, str), "a string"))
@@ -184,24 +186,37 @@ class Route(Runner):
         key = ("gate", self.name, heads, call.q.dtype, call.window)
         found: tuple[int, Verdict] | None = memory.get(key, None)
         if found is None or (found[0] != start and SHORT * start <= end):
-            found = start, self._of_prompt(call, chunk)
+            found = start, self._behind(call, start, end, chunk) or self._of_prompt(call, start, end, chunk)
             memory.put(key, found)
         first, verdict = found
         if verdict.worth or first == start or isinstance(call.prompt_lengths, int):
             return verdict
         return evolve(verdict, reason=OF_BEGINNING.format(reason=verdict.reason or UNSAID))
 
-    def _of_prompt(self, call: AttentionCall, chunk: int) -> Verdict:
-        """The gate's verdict on what is left of a prompt from this call on, in steps of `chunk` tokens.
+    def _behind(self, call: AttentionCall, start: int, end: int, chunk: int) -> Verdict | None:
+        """Dense for a request that begins behind keys which this gate would have computed dense; None for all others.
+
+        Those keys come from another request, such as a turn before, and nobody says how they were computed.
+        """
+        if SHORT * start <= end:
+            return None
+        before = self._of_steps(call, 0, start, chunk or start)
+        return None if before.worth else Verdict(False, reason=BEHIND.format(start=start, reason=before.reason))
+
+    def _of_prompt(self, call: AttentionCall, start: int, end: int, chunk: int) -> Verdict:
+        """The gate's verdict on what is left of a prompt from this call on, in steps of `chunk` tokens."""
+        prompt = call.prompt_lengths
+        if not isinstance(prompt, int) or prompt <= end:
+            return self._judge(call)
+        found = self._of_steps(call, start, prompt, chunk or max(end - start, STEP))
+        return found if found.worth else evolve(found, reason=OF_PROMPT.format(reason=found.reason, prompt=prompt))
+
+    def _of_steps(self, call: AttentionCall, start: int, end: int, each: int) -> Verdict:
+        """The gate's verdict on tokens `start` to `end` of a prompt, in steps of `each`.
 
         Steps are weighed by their pairs: by the predicted times where the gate has them, else by its yes or no.
         """
-        prompt, rows = call.prompt_lengths, call.q.shape[2]
-        end = call.kv_len if call.q_offset is None else call.q_offset + rows
-        if not isinstance(prompt, int) or prompt <= end:
-            return self._judge(call)
-        each = chunk or max(rows, STEP)
-        steps = [(first, min(first + each, prompt)) for first in range(end - rows, prompt, each)]
+        steps = [(first, min(first + each, end)) for first in range(start, end, each)]
         found = [(self._judge(resized(call, last - first, last)), pairs(last - first, last)) for first, last in steps]
         work = sum(weight for _, weight in found)
         ratios = [one.ratio * weight for one, weight in found if one.ratio is not None]
@@ -210,7 +225,7 @@ class Route(Runner):
         worth = ratio <= GAIN if ratio is not None else 2 * gained > work
         told = [(weight, one.reason) for one, weight in found if one.worth == worth and one.reason]
         reason = max(told)[1] if told else ""
-        return Verdict(worth, ratio, reason if worth else OF_PROMPT.format(reason=reason or UNSAID, prompt=prompt))
+        return Verdict(worth, ratio, reason if worth else reason or UNSAID)
 
     def _judge(self, call: AttentionCall) -> Verdict:
         """The gate's verdict on a call by itself; without a gate every call is worth it."""

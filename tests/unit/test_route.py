@@ -150,6 +150,20 @@ def test_a_short_beginning_binds_nothing() -> None:
     assert "" == route.choose(chunk(8000, 8100), memory).dense  # goes on as that began
 
 
+@pytest.mark.parametrize(("step", "worth"), [(0, True), (8000, True), (4000, False)])
+def test_behind_what_another_request_ran_dense_nothing_runs_sparse(step: int, worth: bool) -> None:
+    """Such as a long turn of a conversation whose turns before it were computed in steps that gain nothing."""
+    gate = FromKeys(8000, lambda keys: 0.5 if keys >= 8000 else 4.0)
+    route = sp.gated(sp.build("streaming", **SMALL), gate)
+    choice = route.choose(chunk(8000, 20000), sp.Memory(), step)
+    assert worth == (not choice.gated)
+    assert worth == ("too short (judged for the 8,000 tokens before it" not in choice.dense)
+    assert "" == route.choose(chunk(8000, 64000), sp.Memory(), step).dense  # an eighth binds nothing
+    memory = sp.Memory()  # of one request, whose own beginning is known
+    assert "" == route.choose(chunk(0, 8000, 20000), memory, 20000).dense
+    assert "" == route.choose(chunk(8000, 20000, 20000), memory, step).dense
+
+
 @pytest.mark.parametrize(("told", "each"), [(0, 2048), (6000, 6000)], ids=["unknown", "told by the host"])
 def test_a_short_first_chunk_shares_its_step(told: int, each: int) -> None:
     gate = FromKeys(8000)
