@@ -185,6 +185,8 @@ def check_types_once(interpreter: Any) -> None:
     """
     from triton.language.semantic import TritonSemantic
 
+    if not hasattr(TritonSemantic, "_cast_to_computation_type"):
+        return  # Triton before 3.9 works otherwise, and only slower
     tensor = interpreter.tl.tensor
     check: Callable[..., Any] = TritonSemantic.binary_op_type_checking_impl
     launch: Callable[..., Any] = interpreter.GridExecutor.__call__
