@@ -13,7 +13,7 @@ from sparseprefill.call import check_call, uncast
 from sparseprefill.errors import ParameterError, printed
 from sparseprefill.plan import Result
 from sparseprefill.statistics.by_tile import row_lse
-from sparseprefill.statistics.sampled import last_rows, spread_rows
+from sparseprefill.statistics.sampled import Logits, last_rows, spread_rows
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
@@ -77,7 +77,7 @@ def lowest_rows(kept: Tensor) -> tuple[Tensor, Tensor]:
     """
     padded = torch.nn.functional.pad(kept.flatten(), (0, 1), value=torch.nan)
     each = padded.sort().values  # NaN last; quantile() takes 16 million values at most
-    below = torch.div((~each.isnan()).sum(), 100, rounding_mode="floor")
+    below = (~each.isnan()).sum() // 100
     return each.take(below), each[0]
 
 
@@ -102,12 +102,8 @@ def sample_rows(call: AttentionCall, rows: int | Sequence[int] | Tensor | None) 
     if isinstance(rows, int):
         if rows < 1 or isinstance(rows, bool):
             raise ParameterError(f"rows is {printed(rows)}: {remedy}")
-        return (
-            torch.linspace(0, q_len - 1, min(rows, q_len), dtype=torch.float64, device="cpu")
-            .round()
-            .long()
-            .to(call.q.device)
-        )
+        spaced = torch.linspace(0, q_len - 1, min(rows, q_len), dtype=torch.float64, device="cpu")
+        return spaced.round().long().to(call.q.device)
     try:
         index = torch.as_tensor(rows, device=call.q.device)
     except (TypeError, ValueError, RuntimeError, OverflowError):
@@ -121,19 +117,9 @@ def sample_rows(call: AttentionCall, rows: int | Sequence[int] | Tensor | None) 
 @uncast
 def dense_lse(call: AttentionCall, rows: Tensor, chunk: int = 16384) -> Tensor:
     """``[B, Hq, n]``: LSE of dense attention over the keys each row may see, float32 or better."""
-    dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
-    batch, heads, _, width = call.q.shape
-    q = call.q[:, :, rows].to(dtype).reshape(batch, -1, call.group * rows.numel(), width)
-    seen = call.geometry.visible(rows)[:, None]
-    total = torch.full((batch, heads, rows.numel()), -torch.inf, dtype=dtype, device=call.q.device)
-    for first in range(0, call.kv_len, chunk):
-        keys = slice(first, first + chunk)
-        logits = q @ call.k[:, :, keys].to(dtype).transpose(-1, -2) * call.softmax_scale
-        if call.softcap is not None:
-            logits = call.softcap * torch.tanh(logits / call.softcap)
-        logits = logits.reshape(batch, heads, rows.numel(), -1).masked_fill(~seen[..., keys], -torch.inf)
-        total = torch.logaddexp(total, torch.logsumexp(logits, -1))
-    return total
+    index, real = rows.expand(call.q.shape[0], -1), call.geometry.real_queries()[:, rows]
+    chunks = (slice(first, min(first + chunk, call.kv_len)) for first in range(0, call.kv_len, chunk))
+    return Logits(call, index, real).lse(chunks)
 
 
 def output_error(out: Tensor, truth: Tensor) -> float:

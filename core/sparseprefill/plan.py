@@ -207,6 +207,12 @@ class Plan:
         found = [mask.tiles_on(tile_q, tile_k) for mask in self.masks if mask.has_tiles]
         return reduce(or_, found) if found else self._base.tiles_on(tile_q, tile_k)
 
+    def begun(self, call: AttentionCall) -> SoftmaxState:
+        """A state of its own for the call, float32 or better: that of the carry, or nothing attended to yet."""
+        (batch, heads, rows), dtype = call.q.shape[:3], torch.promote_types(call.q.dtype, torch.float32)
+        state = SoftmaxState.empty((batch, heads, rows), call.value_dim, dtype, call.q.device)
+        return state if self.carry is None else state.merge(self.carry.state)
+
     def held(self, tile_k: int | None = None) -> Held:
         """Unite all masks, on their common grid, or with key tiles of fewer tokens, which divide the grid's."""
         tile_q, own = self.common_grid()

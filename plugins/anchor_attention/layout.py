@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from attrs import Factory, field, frozen
 
+from sparseprefill.kernels.settings import power_of_two
+
 if TYPE_CHECKING:
     from sparseprefill.mask.geometry import Geometry
 
@@ -57,9 +59,9 @@ class Layout:
     def of(cls, geometry: Geometry, kv_heads: int, regions: Regions, block_m: int, block_n: int) -> Layout:
         """From sizes alone."""
         group = geometry.heads // kv_heads
-        step = min(max(_power(regions.step), 2), STEP_PART)
+        step = min(max(power_of_two(regions.step), 2), STEP_PART)
         sets = block_n // step
-        heads = min(_power(group), sets)
+        heads = min(power_of_two(group), sets)
         parts, chunks = -(-group // heads), -(-regions.step // step)
         rows = sets // heads
         groups = geometry.tile_rows(regions.group)
@@ -92,7 +94,3 @@ def before(first: int, row: int, regions: Regions) -> int:
     skip = min(max(regions.init_tokens // regions.group + 1 - first, 0), row)
     pairs = (row * (row - 1) - skip * (skip - 1)) // 2
     return (row - skip) * (first * regions.group - regions.init_tokens) + regions.group * pairs
-
-
-def _power(x: int) -> int:
-    return 1 << (x - 1).bit_length()

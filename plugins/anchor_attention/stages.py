@@ -91,7 +91,7 @@ class AnchorEstimator:
 def region_lists(geometry: Geometry, regions: Regions) -> IndexLists:
     """Key tiles of the anchor region for each query tile: the initial tokens, and those from its group's start on."""
     size, init, group = regions.tile_k, regions.init_tokens // regions.tile_k, regions.group // regions.tile_k
-    start = torch.div(geometry.tiles(regions.block), regions.step, rounding_mode="floor").clamp(min=0) * group
+    start = (geometry.tiles(regions.block) // regions.step).clamp(min=0) * group
     return sinks_and_near(geometry, regions.block, size, init, start, init + group)
 
 
@@ -115,7 +115,7 @@ def stripes(call: AttentionCall, regions: Regions, m: Tensor, theta: float, *, u
         padding = real_rows(geometry, regions.block) == 0
         anchor = anchor.masked_fill(padding[:, None], torch.inf)
     block, first = geometry.tiles(regions.block), geometry.first_tile(tokens)
-    which = torch.div(block, regions.step, rounding_mode="floor") - first[:, None]
+    which = block // regions.step - first[:, None]
     keep = torch.zeros(
         geometry.batch, geometry.heads, groups, geometry.kv_len, dtype=torch.bool, device=geometry.device
     )
@@ -166,7 +166,7 @@ class AnchorPriority(Priority):
         real = real_rows(geometry, regions.block) > 0
         pooled = tile_mean(call.q[:, heads], geometry, regions.block)
         lse = tile_mean((self.m + torch.log(self.l))[:, heads], geometry, regions.block)
-        first = torch.div(position, regions.group, rounding_mode="floor") * regions.step
+        first = position // regions.group * regions.step
         first = first - geometry.first_tile(regions.block)[:, None]
         k = k.to(pooled.dtype).mT
         total = pooled.new_zeros(geometry.batch, pooled.shape[1], position.shape[1], geometry.kv_len)

@@ -113,7 +113,7 @@ def block_scores(call: AttentionCall, block: int, size: int, entries: int | None
     behind = (geometry.q_offset + geometry.q_len - 1) // block + 1
     keys = keys_on_grid(call, behind * block).unflatten(2, (-1, size)).flatten(3)
     keys_end = _places(high, torch.zeros_like(high), size, behind * per)  # keys hold every place before
-    dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
+    dtype = torch.promote_types(call.q.dtype, torch.float32)
     batch, heads, rows, columns = geometry.map_shape(block, block)
     scores = torch.full((batch, heads, rows, columns), -torch.inf, dtype=dtype, device=geometry.device)
     step = max(1, entries // (batch * heads * per * per * behind))

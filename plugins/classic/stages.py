@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-import torch
 from attrs import frozen
 
 from sparseprefill.call import uncast
@@ -63,7 +62,7 @@ class StreamingEstimator:
     def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
         """Two ranges of tiles per query tile; having no scores, it leaves `nearness` as priority."""
         geometry, block = call.geometry, self.block
-        near = torch.div(geometry.tiles(block) * block - self.window + 1, block, rounding_mode="floor").clamp(min=0)
+        near = ((geometry.tiles(block) * block - self.window + 1) // block).clamp(min=0)
         lists = slashes.sinks_and_near(geometry, block, block, -(-self.sink // block), near, self._width(call))
         mask = SparseMask(geometry, block, block, lists)
         return Plan(mask, priority=PriorityScores(tiles=self._nearness, tile_q=block, tile_k=block))

@@ -81,7 +81,7 @@ class Delta:
             some = (index[:, at : at + step], sampled[:, at : at + step], real[:, at : at + step])
             found.append(_differences(call, held, result, values, spoilt, *some))
         difference = torch.cat(found, 2)
-        group = torch.div(geometry.query_positions(), self.gamma, rounding_mode="floor")
+        group = geometry.query_positions() // self.gamma
         mine = rows_at(difference, group - geometry.first_tile(self.gamma)[:, None])
         changed = (mine != 0) & geometry.real_queries()[:, None, :, None]
         out = torch.where(changed, (result.out.to(mine.dtype) + mine).to(result.out.dtype), result.out)
@@ -100,7 +100,7 @@ def _differences(
 ) -> Tensor:
     """``[B, Hq, n, Dv]``: dense output less the mask's of some query rows; 0 where there is none."""
     length, heads = values.shape[2], call.geometry.heads
-    tile = torch.div(position, held.grid[0], rounding_mode="floor")
+    tile = position // held.grid[0]
     kept = held.tiles(tile).repeat_interleave(held.grid[1], 3)
     stripes = held.stripes(tile, length)
     logits = Logits(call, index, real).at(slice(0, length))
@@ -124,7 +124,7 @@ def _differences(
 def _values(call: AttentionCall, length: int) -> tuple[Tensor, Tensor]:
     """Values by position, ``[B, Hkv, length, Dv]``, 0 where one is not finite; and ``[..., 1]``, 1 where that is so."""
     geometry, v = call.geometry, call.v
-    dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
+    dtype = torch.promote_types(v.dtype, torch.float32)
     if geometry.starts is None:
         v = functional.pad(v, (0, 0, 0, length - geometry.kv_len))
     else:

@@ -97,7 +97,7 @@ def _own(geometry: Geometry, budget: Budget) -> IndexLists:
     """Key tiles from the first of each tile on; every list is a run of one `arange`."""
     size = budget.tile_q
     tile = geometry.tiles(size)
-    start = torch.div(tile * size, budget.tile, rounding_mode="floor") * budget.tile
+    start = tile * size // budget.tile * budget.tile
     chosen = budget.columns(start) > 0
     behind = torch.where(tile >= 0, tile + 1, 0).clamp(max=geometry.tile_columns(size))
     first = torch.where(chosen, start // size, 0)
@@ -119,20 +119,14 @@ class Rows:
 
     @classmethod
     def of(cls, geometry: Geometry, tiles: Tensor, tile: int, count: int, dtype: torch.dtype) -> Rows:
-        """A tile's rows in `count` stretches, the last real row of each for all of it. tiles: int64 ``[B, n]``."""
+        """A tile's rows in `count` stretches, the last real row of each for all of it. tiles: int64 ``[B, n]``.
+        dtype: of the queries."""
         edges = torch.arange(count + 1, device=tiles.device) * tile // count
-        first = geometry.first_position()[:, None, None]
-        behind = torch.minimum(first[:, 0, 0] + geometry.q_len, geometry.key_counts())[:, None, None]
-        at = (tiles[..., None] * tile + edges).clamp(min=first.clamp(min=0))
-        at = torch.minimum(at, torch.maximum(behind, first.clamp(min=0)))
+        first, low, behind = (x[:, None, None] for x in geometry.token_range())
+        at = torch.minimum((tiles[..., None] * tile + edges).clamp(min=low), torch.maximum(behind, low))
         index = (at[..., 1:] - 1 - first).clamp(0, geometry.q_len - 1)
-        return cls(index, (at[..., 1:] - at[..., :-1]).to(dtype))
+        return cls(index, (at[..., 1:] - at[..., :-1]).to(torch.promote_types(dtype, torch.float32)))
 
     def lse(self, call: AttentionCall) -> Tensor:
         """``[B, Hq, n * R]``: of each row over all keys that it may see."""
         return row_lse(call, self.index.flatten(1), self.weight.flatten(1) > 0)
-
-
-def sum_type(call: AttentionCall) -> torch.dtype:
-    """The type of sums."""
-    return torch.float64 if call.q.dtype == torch.float64 else torch.float32

@@ -13,7 +13,7 @@ from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.priority import Priority, tiles_of_columns
 from sparseprefill.statistics.sampled import PAIRS, PAIRS_ON_CPU, Logits
 
-from .budget import Layout, Rows, sum_type
+from .budget import Layout, Rows
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
@@ -49,7 +49,7 @@ def choose(call: AttentionCall, budget: Budget, count: int) -> IndexLists:
     """
     geometry, layout = call.geometry, Layout.of(call, budget)
     batch, tiles = layout.start.shape
-    rows = Rows.of(geometry, geometry.tiles(budget.tile), budget.tile, count, sum_type(call))
+    rows = Rows.of(geometry, geometry.tiles(budget.tile), budget.tile, count, call.q.dtype)
     spot = torch.arange(batch * call.kv_heads, device=geometry.device).view(batch, call.kv_heads, 1) * layout.size
     offsets = spot + layout.offsets
     counts = layout.columns.to(torch.int32)[:, None].expand(-1, call.kv_heads, -1).contiguous()
@@ -110,9 +110,9 @@ class SumsPriority(Priority):
         k, v = call.narrow(kv, call.kv_len)
         query = slice(kv.start * call.group, kv.stop * call.group)
         part = evolve(call, q=call.q[:, query], k=k, v=v, sinks=None)
-        tiles = torch.div(position, self.tile, rounding_mode="floor")
-        rows = Rows.of(part.geometry, tiles, self.tile, self.sampled, sum_type(call))
+        tiles = position // self.tile
+        rows = Rows.of(part.geometry, tiles, self.tile, self.sampled, call.q.dtype)
         total = (rows.weight.sum(-1) * call.group).clamp(min=1)[:, None, :, None]
         head = torch.arange(chosen.start, chosen.stop, device=position.device)
-        of = torch.div(head, call.group, rounding_mode="floor") - kv.start
+        of = head // call.group - kv.start
         return (column_sums(part, rows, call.kv_len) / total)[:, of]

@@ -150,7 +150,7 @@ class _TileKeys:
     """
 
     def __init__(self, call: AttentionCall, tile: int, columns: int) -> None:
-        self.dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
+        self.dtype = torch.promote_types(call.q.dtype, torch.float32)
         self.tile = tile
         self.keys, self.values = (_by_tile(call, x, tile, columns) for x in (call.k, call.v))
         means = [x.mean(3, dtype=self.dtype) for x in (self.keys, self.values)]

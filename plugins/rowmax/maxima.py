@@ -96,7 +96,7 @@ def shares(call: AttentionCall, block: int, width: int, which: Sampling) -> Tens
 
     float32 (float64 for float64 calls). Columns that no sampled row may see have 0.
     """
-    kind = torch.float64 if call.q.dtype == torch.float64 else torch.float32
+    kind = torch.promote_types(call.q.dtype, torch.float32)
     every = call.q.new_zeros(call.geometry.map_shape(block, width), dtype=kind)
     for tiles, _, found in by_tiles(call, block, width, which):
         every[:, :, tiles, : found.shape[4]] = found.amax(3)
@@ -138,7 +138,7 @@ def by_tiles(call: AttentionCall, block: int, width: int, which: Sampling) -> It
     pairs = geometry.batch * geometry.heads * per
     size = max(1, ROWS // pairs)
     some_tiles = max(1, (LOGITS_ON_CPU if call.q.device.type == "cpu" else LOGITS) // (pairs * size * block))
-    keys = keys_on_grid(call, tiles * block).to(torch.float64 if call.q.dtype == torch.float64 else torch.float32)
+    keys = keys_on_grid(call, tiles * block).to(torch.promote_types(call.q.dtype, torch.float32))
     before = geometry.q_offset // block
     for first in range(0, rows, size):
         last = min(first + size, rows)

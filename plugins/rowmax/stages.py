@@ -122,9 +122,6 @@ class RowMaxEstimator:
             from . import launch
 
             return launch.tile_shares(call, self.config)
-        return self._plain_shares(call)
-
-    def _plain_shares(self, call: AttentionCall) -> Tensor:
         every = shares(call, self.config.block, self.config.column, sampling(self.config, call.group))
         return every if self.config.union == "head" else every.unflatten(1, (-1, call.group)).amax(2)
 

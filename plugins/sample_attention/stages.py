@@ -52,13 +52,13 @@ def dealt(geometry: Geometry, block: int, chunk_n: int) -> Samples:
     chunks, count = min(chunk_n, geometry.tile_rows(block)), min(block, geometry.q_len)
     first, begin, stop = geometry.token_range()
     stop = torch.maximum(stop, begin)
-    tile = torch.div(begin, block, rounding_mode="floor")[:, None]
-    tiles = (torch.div(stop - 1, block, rounding_mode="floor")[:, None] - tile + 1).clamp(min=1)
+    tile = (begin // block)[:, None]
+    tiles = (((stop - 1) // block)[:, None] - tile + 1).clamp(min=1)
     within = (geometry.tiles(block) - tile).clamp(min=0)
-    part = torch.div(torch.minimum(within, tiles - 1) * chunks, tiles, rounding_mode="floor")
+    part = torch.minimum(within, tiles - 1) * chunks // tiles
     # Chunk c holds the tiles from ``ceil(c * T / chunks)`` on; the last edge is the end.
     number = torch.arange(chunks + 1, device=geometry.device) * tiles + chunks - 1
-    edge = (tile + torch.div(number, chunks, rounding_mode="floor")) * block
+    edge = (tile + number // chunks) * block
     edge = torch.minimum(torch.maximum(edge, begin[:, None]), stop[:, None])
     position = edge[:, 1:, None] + torch.arange(-count, 0, device=edge.device)
     rows = (position - first[:, None, None]).clamp(0, geometry.q_len - 1)

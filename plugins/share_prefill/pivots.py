@@ -142,7 +142,7 @@ def on_blocks(probe: Tensor, mask: SparseMask, block: int) -> Tensor:
     geometry = mask.geometry
     x = by_block(probe, block // mask.tile_k)
     weight = real_rows(geometry, mask.tile_q)
-    row = torch.div(geometry.tiles(mask.tile_q) * mask.tile_q, block, rounding_mode="floor")
+    row = geometry.tiles(mask.tile_q) * mask.tile_q // block
     row = (row - geometry.first_tile(block)[:, None]).clamp(0, geometry.tile_rows(block) - 1)
     at = row[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
     summed = x.new_zeros(*x.shape[:2], geometry.tile_rows(block), x.shape[3])

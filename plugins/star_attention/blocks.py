@@ -50,8 +50,9 @@ class Blocks:
         g, tile = call.geometry, sizes.tile
         block, anchor, context = sizes.block * tile, sizes.anchor * tile, sizes.context * tile
         row, _, behind = g.token_range()
-        first = torch.div(row.clamp(min=0), block, rounding_mode="floor")
-        start = torch.arange(min(sizes.most_blocks, _touched(g, sizes)), device=g.device)
+        first = row.clamp(min=0) // block
+        touched = g.tile_rows(sizes.most_block * tile) if sizes.uniform else sizes.most_blocks
+        start = torch.arange(min(sizes.most_blocks, touched), device=g.device)
         start = (first[:, None] + start) * block[:, None]
         end = torch.minimum(start + block[:, None], torch.minimum(behind, context)[:, None])
         query = torch.maximum(start, row[:, None])
@@ -76,7 +77,7 @@ class Blocks:
     def find(self, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """For positions ``[B, R]``: bool, whether phase 1 has them; int64 row of the blocks' call; position there."""
         count = self.start.shape[1]
-        number = torch.div(position.clamp(min=0), self.block[:, None], rounding_mode="floor") - self.first[:, None]
+        number = position.clamp(min=0) // self.block[:, None] - self.first[:, None]
         mine = (position >= 0) & (position < self.context[:, None]) & (number >= 0) & (number < count)
         number = number.clamp(0, count - 1)
         base = torch.arange(self.geometry.batch, device=position.device)[:, None] * count
@@ -116,7 +117,7 @@ class Blocks:
         """Lists by rows of `rows` tokens of the blocks' call, as lists for the tiles that begin at `position`."""
         mine, source, inside = self.find(position)
         there = self.call.geometry.first_tile(rows)[source]
-        row = (torch.div(inside, rows, rounding_mode="floor") - there).clamp(0, lists.counts.shape[2] - 1)
+        row = (inside // rows - there).clamp(0, lists.counts.shape[2] - 1)
         moved = self._moved(lists, *tile)
         counts, offsets = (x[source, :, row].transpose(1, 2) for x in (moved.counts, moved.offsets))
         counts = torch.where(mine[:, None], counts, 0).contiguous()
@@ -126,8 +127,8 @@ class Blocks:
         """Lists in key tiles of `new` tokens (from `old`), at the places of the whole call's keys."""
         columns, bound = self.call.geometry.tile_columns(old), self.geometry.tile_columns(new)
         column = torch.arange(columns * (old // new), device=self.geometry.device, dtype=torch.int32)
-        prefix = torch.div(self.prefix, new, rounding_mode="floor").flatten().to(torch.int32)
-        jump = torch.div(self.start, new, rounding_mode="floor").flatten().to(torch.int32) - prefix
+        prefix = (self.prefix // new).flatten().to(torch.int32)
+        jump = (self.start // new).flatten().to(torch.int32) - prefix
         parts = []
         for row in range(self.call.geometry.batch):  # one block at a time: a map of all of them would be large
             one = slice(row, row + 1)
@@ -137,16 +138,6 @@ class Blocks:
             moved = part.indices + torch.where(part.indices < prefix[row], 0, jump[row])
             parts.append(IndexLists(part.counts, part.offsets, moved, sound=part.sound))
         return IndexLists.joined(parts, 0)
-
-
-def _touched(g: Geometry, sizes: Sizes) -> int:
-    """Most blocks that one batch row of a call may touch."""
-    block = sizes.most_block * sizes.tile
-    if not sizes.uniform:
-        return sizes.most_blocks
-    if g.starts is None:
-        return (g.q_offset + g.q_len - 1) // block - g.q_offset // block + 1
-    return (g.q_len + 2 * block - 2) // block
 
 
 def _cut(g: Geometry, sizes: Sizes) -> int:

@@ -63,9 +63,9 @@ class Sizes:
             block = torch.full_like(counts, most_block)
             most_blocks = -(-columns // most_block)
         else:
-            quarter = torch.div(context + 3, 4, rounding_mode="floor").clamp(min=1)
+            quarter = ((context + 3) // 4).clamp(min=1)
             tokens = torch.where(context > LONG, BLOCK, quarter)
-            block = torch.div(tokens + tile - 1, tile, rounding_mode="floor").clamp(max=columns)
+            block = ((tokens + tile - 1) // tile).clamp(max=columns)
             most_block = min(_up(_quarter(most, bound=True), tile), columns)
             most_blocks = max(4, -(-most // BLOCK))
         anchor, most_anchor = block, most_block
@@ -75,7 +75,7 @@ class Sizes:
         whole = torch.full_like(counts, columns)
         phases = config.context_length is not None
         if phases:
-            whole = torch.div(context, tile, rounding_mode="floor").clamp(max=columns)
+            whole = (context // tile).clamp(max=columns)
         plain = geometry.starts is None and geometry.lengths is None
         uniform = plain or config.block_size is not None or static(config)
         return cls(block, anchor, whole, most_block, most_anchor, most_blocks, uniform, phases, tile)

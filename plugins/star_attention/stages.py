@@ -103,7 +103,7 @@ def star_mask(geometry: Geometry, sizes: Sizes) -> SparseMask:
     """Section 2: a context row sees the anchor and its own block (phase 1), any other row every key (phase 2)."""
     tile, row = sizes.tile, geometry.tiles(sizes.tile)
     block = sizes.block[:, None]
-    start = torch.div(row.clamp(min=0), block, rounding_mode="floor") * block
+    start = row.clamp(min=0) // block * block
     anchor = torch.minimum(sizes.anchor[:, None], start)
     lists = sinks_and_near(geometry, tile, tile, anchor, start, sizes.most_anchor + sizes.most_block)
     if sizes.phases:
@@ -132,7 +132,7 @@ class InnerPriority(Priority):
         blocks = self._blocks(call)
         inner = self.inner.tile_scores(blocks.call, tile_q, tile_k)
         mine, source, inside = blocks.find(call.geometry.tiles(tile_q) * tile_q)
-        row = torch.div(inside, tile_q, rounding_mode="floor") - blocks.call.geometry.first_tile(tile_q)[source]
+        row = inside // tile_q - blocks.call.geometry.first_tile(tile_q)[source]
         moved = inner[source, :, row.clamp(0, inner.shape[2] - 1)].transpose(1, 2)
         return _moved(moved, self.near.tile_scores(call, tile_q, tile_k), blocks, mine, source, tile_k)
 
@@ -159,7 +159,7 @@ def _moved(scores: Tensor, near: Tensor, blocks: Blocks, mine: Tensor, source: T
     behind = start + blocks.block[:, None, None]
     known = mine[..., None] & ((column < prefix) | ((column >= start) & (column < behind)))
     at = torch.where(column < prefix, column, column - start + prefix)
-    at = torch.div(at, tile_k, rounding_mode="floor").clamp(0, scores.shape[-1] - 1)
+    at = (at // tile_k).clamp(0, scores.shape[-1] - 1)
     picked = torch.gather(scores, 3, at[:, None].expand(-1, scores.shape[1], -1, -1))
     return torch.where(known[:, None], picked, near.to(picked.dtype))
 

@@ -80,7 +80,8 @@ class PositionDecay:
         scores, room = tile_worth(plan, call, *at.grid), self.budget(call, *at.grid)[:, None] - at.taken
         ends, tile_k = at.ends(call.geometry, self.sink, self.local), at.grid[1]
         # Tiles behind the last query of a batch row hold nothing: they take nobody's place.
-        keys = torch.arange(at.tiles.shape[-1], device=scores.device) * tile_k < _end(call)[:, None]
+        *_, behind = call.geometry.token_range()
+        keys = torch.arange(at.tiles.shape[-1], device=scores.device) * tile_k < behind[:, None]
         real = at.tiles & keys[:, None, None]
         ends = ends | (at.tiles & ~keys[:, None, None])
         if plan.mask.stripes is None:
@@ -92,21 +93,21 @@ class PositionDecay:
     def budget(self, call: AttentionCall, tile_q: int, tile_k: int) -> Tensor:
         """int64 ``[B, R]``: key tiles that each query tile keeps by score."""
         geometry = call.geometry
-        end = _end(call)
+        *_, end = geometry.token_range()
         prompt = end if call.prompt_lengths is None else torch.zeros_like(end) + call.prompt_lengths
-        n = _ceil(prompt, tile_k).clamp(min=1)[:, None]
+        n = (-(-prompt // tile_k)).clamp(min=1)[:, None]
         first = self._first(n)
-        i = torch.minimum(torch.div((geometry.tiles(tile_q) + 1) * tile_q - 1, tile_k, rounding_mode="floor"), n - 1)
+        i = torch.minimum(((geometry.tiles(tile_q) + 1) * tile_q - 1) // tile_k, n - 1)
         less = (UNIT - round(self.decay * UNIT)) * first * (i - first).clamp(min=0)
-        return (first - _ceil(less, (n - first - 1).clamp(min=1) * UNIT)).clamp(min=1)
+        return (first + -less // ((n - first - 1).clamp(min=1) * UNIT)).clamp(min=1)
 
     def _first(self, n: Tensor) -> Tensor:
         """int64: k0 of a prompt of so many key tiles."""
         if self.tiles is not None:
             return n.clamp(max=self.tiles)
         if self.share is not None:
-            return torch.div(n * round(self.share * UNIT), UNIT, rounding_mode="floor").clamp(min=1)
-        longer = torch.where(n < LONG, torch.div(n, 5, rounding_mode="floor"), torch.div(n, 10, rounding_mode="floor"))
+            return (n * round(self.share * UNIT) // UNIT).clamp(min=1)
+        longer = torch.where(n < LONG, n // 5, n // 10)
         return torch.where(n < SHORT, n, longer + MORE)
 
     def _most(self, call: AttentionCall, tile_k: int) -> int:
@@ -120,13 +121,3 @@ class PositionDecay:
         possible = [n for n in known if n <= columns or call.prompt_lengths is not None]
         here = torch.tensor(possible, dtype=torch.int64, device="cpu").clamp(min=1)
         return min(columns, int(self._first(here).max()))
-
-
-def _end(call: AttentionCall) -> Tensor:
-    """int64 ``[B]``: position behind the last query of each batch row, which sees no further."""
-    geometry = call.geometry
-    return torch.minimum(geometry.first_position() + geometry.q_len, geometry.key_counts())
-
-
-def _ceil(x: Tensor, by: Tensor | int) -> Tensor:
-    return -torch.div(-x, by, rounding_mode="floor")

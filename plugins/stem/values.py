@@ -139,7 +139,7 @@ class _Norms:
 
     def before(self, position: Tensor) -> Tensor:
         """int64 ``[B, n]``: how many whole pools of keys stand before a position."""
-        return torch.div(position, self.pool, rounding_mode="floor").clamp(0, self.logs.shape[-1])
+        return (position // self.pool).clamp(0, self.logs.shape[-1])
 
     def bonus(self, position: Tensor, beta: float) -> Tensor:
         """``[B, Hkv, n, S]``: what each pool of keys gets for the queries from a position ``[B, n]`` on."""
@@ -165,8 +165,7 @@ def largest_norms(call: AttentionCall, pool: int, kept: Tensor | None = None, po
     else:
         v = call.v.detach()[:, :, pools * pool :]
     known = [] if kept is None else [kept[:, :, :pools]]
-    exact = v.dtype == torch.float64
-    norms = torch.linalg.vector_norm(v, dim=-1, dtype=torch.float64 if exact else torch.float32)
+    norms = torch.linalg.vector_norm(v, dim=-1, dtype=torch.promote_types(v.dtype, torch.float32))
     if geometry.starts is not None:
         index = torch.arange(geometry.kv_len, device=norms.device) + geometry.starts[:, None]
         norms = torch.gather(norms, 2, index.clamp(max=geometry.kv_len - 1)[:, None].expand_as(norms))

@@ -44,7 +44,7 @@ def tile_scores(call: AttentionCall, stride: int, block: int) -> Tensor:
     size = min(size, max(LEAST, -(-rows // PARTS)))
     # Keys of a group in reverse order: against queries in theirs, one product over stride * D sums an antidiagonal.
     keys = keys_on_grid(call, columns * block).unflatten(2, (-1, stride)).flip(3)
-    dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
+    dtype = torch.promote_types(call.q.dtype, torch.float32)
     every = torch.zeros(geometry.map_shape(block, block), dtype=dtype, device=geometry.device)
     for first in range(0, rows, size):
         last = min(first + size, rows)
@@ -83,7 +83,7 @@ def _group_attention(call: AttentionCall, q: Tensor, real: Tensor, keys: Tensor,
 
 def _own_products(q: Tensor, keys: Tensor, real: Tensor, own: Tensor, half: int) -> Tensor:
     """Sums ``[B, Hq, g]`` of each group with itself, over the causal pairs alone."""
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dtype = torch.promote_types(q.dtype, torch.float32)
     where = own[:, None, :, None, None].expand(-1, keys.shape[1], -1, keys.shape[3] - half, keys.shape[4])
     late = torch.gather(keys[:, :, :, half:], 2, where)
     pairs = (q[..., half:, :].unflatten(1, (keys.shape[1], -1)).to(dtype) * late[:, :, None].to(dtype)).sum(-1)

@@ -57,11 +57,8 @@ class CpuExecutor:
 
     def unsupported(self, call: AttentionCall) -> str | None:
         """Say why this executor cannot run the call, or None."""
-        return (
-            None
-            if call.q.device.type == "cpu"
-            else f"q is on {call.q.device}; move q, k and v to the CPU, or use AutoExecutor"
-        )
+        on = call.q.device
+        return None if on.type == "cpu" else f"q is on {on}; move q, k and v to the CPU, or use AutoExecutor"
 
     def workspace(self, call: AttentionCall) -> int:
         """Queries, keys and output in full precision, maps and lists, and what is gathered and computed at once."""
@@ -114,9 +111,7 @@ class CpuExecutor:
         check_plan(call, plan)
         if reason := self.unsupported(call):
             raise UnsupportedCallError([f"CpuExecutor: {reason}"])
-        if torch.is_grad_enabled() and any(
-            x is not None and x.requires_grad for x in (call.q, call.k, call.v, call.sinks)
-        ):
+        if call.recorded:
             return "gradients are recorded, but the keys gathered here are overwritten by later calls"
         return _odd_numbers(call)
 
@@ -127,7 +122,7 @@ def _odd_numbers(call: AttentionCall) -> str:
     if not all(map(math.isfinite, largest)):
         return "q, k or v is not finite, and would spoil rows that may not see it"
     logits = largest[0] * largest[1] * call.q.shape[-1] * max(1.0, call.softmax_scale)
-    if logits > torch.finfo(torch.float64 if call.q.dtype == torch.float64 else torch.float32).max / 16:
+    if logits > torch.finfo(torch.promote_types(call.q.dtype, torch.float32)).max / 16:
         return "q and k are so large that their products may overflow"
     return ""
 
@@ -143,17 +138,14 @@ def _largest(x: Tensor) -> float:
 
 def _skim(call: AttentionCall, plan: Plan, below: Tensor) -> tuple[SoftmaxState, Skipped]:
     """The carry, if any, resumed over the plan's mask, but for what its rows leave out: see `SkipSoftmax`."""
-    mask, shape = plan.mask, (call.q.shape[0], call.q.shape[1], call.q.shape[2])
-    state = SoftmaxState.empty(shape, call.value_dim, _dtype(call), call.q.device)
-    if plan.carry is not None:
-        state = state.merge(plan.carry.state)  # a copy
-    pairs = torch.zeros(shape[:2], dtype=torch.int64, device=HOST)
+    mask, state = plan.mask, plan.begun(call)
+    pairs = torch.zeros(call.q.shape[:2], dtype=torch.int64, device=HOST)
     bounds = below.to(state.m.dtype).log().tolist()
     for b, row in _rows(call, mask):
         places = [x[b, :, row.rows] for x in (state.m, state.l, state.acc)]
         empty = (-torch.inf, 0.0, 0.0)
         own = SoftmaxState(*(row.tiled(x, none).clone() for x, none in zip(places, empty, strict=True)))
-        for head in range(shape[1]):
+        for head in range(call.q.shape[1]):
             for position, there, width in row.in_order(head):
                 for items, index, seen in row.steps(head, position, there, width):
                     pairs[b, head] += _vote(row, own, bounds[b], items, index, width, seen)
@@ -167,7 +159,7 @@ def _attend(call: AttentionCall, mask: SparseMask, *, most: bool = False) -> tup
 
     most: whether the last is wanted; -inf without.
     """
-    dtype, shape = _dtype(call), call.q.shape[:3]
+    dtype, shape = torch.promote_types(call.q.dtype, torch.float32), call.q.shape[:3]
     out = torch.zeros((*shape, call.value_dim), dtype=dtype, device=HOST)
     lse, largest = torch.full((2, *shape), -torch.inf, dtype=dtype, device=HOST)
     for b, row in _rows(call, mask, most):
@@ -188,10 +180,6 @@ def _tile_mass(call: AttentionCall, mask: SparseMask, lse: Tensor, probe: Tensor
         rows, columns = row.tiles.shape[1:]
         mass[b, :, row.skipped : row.skipped + rows, :columns] = row.mass(lse[b, :, row.rows], probe[b])
     return mass
-
-
-def _dtype(call: AttentionCall) -> torch.dtype:
-    return torch.float64 if call.q.dtype == torch.float64 else torch.float32
 
 
 def _rows(call: AttentionCall, mask: SparseMask, most: bool = False) -> Iterator[tuple[int, _Row]]:
@@ -233,7 +221,8 @@ class _Row:
     @classmethod
     def of(cls, call: AttentionCall, mask: SparseMask, batch: int, most: bool = False) -> _Row | None:
         """Nothing attended to yet; None where no row is a token."""
-        g, dtype, (tile_q, tile_k) = call.geometry, _dtype(call), (mask.tile_q, mask.tile_k)
+        g, (tile_q, tile_k) = call.geometry, (mask.tile_q, mask.tile_k)
+        dtype = torch.promote_types(call.q.dtype, torch.float32)
         position, first, last = (int(x[batch]) for x in g.token_range())
         if first >= last:
             return None
@@ -399,7 +388,7 @@ class _Row:
         keep = (position >= 0) & (position < columns * tile_k)
         if self.mask.disjoint:
             return keep
-        column = torch.div(position, tile_k, rounding_mode="floor").clamp(0, columns - 1)
+        column = (position // tile_k).clamp(0, columns - 1)
         return keep & ~self.tiles.flatten(0, 1)[item, column]
 
     def _runs(self, counts: Tensor, offsets: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -665,7 +654,7 @@ def _bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
 def _plain(logits: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Output ``[n, Tq, Dv]``, LSE and largest logit ``[n, Tq]`` of logits, which are overwritten, over values."""
     most = logits.amax(-1)
-    logits.sub_(torch.where(most.isneginf(), 0.0, most)[..., None]).exp_()
+    logits.sub_(base_of(most)[..., None]).exp_()
     total = logits.sum(-1)
     out = torch.bmm(logits, v).div_(torch.where(total == 0, 1.0, total)[..., None])
     return out, most + total.log(), most
@@ -674,7 +663,7 @@ def _plain(logits: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _merge(out: Tensor, lse: Tensor, other: Tensor, more: Tensor) -> tuple[Tensor, Tensor]:
     """Output and LSE over two disjoint sets of keys; `out` is overwritten."""
     both = torch.logaddexp(lse, more)
-    base = torch.where(both.isneginf(), 0.0, both)
+    base = base_of(both)
     out.mul_((lse - base).exp_()[..., None]).addcmul_(other, (more - base).exp_()[..., None])
     return out, both
 

@@ -63,9 +63,9 @@ REFERENCE = ReferenceExecutor()
 def _attend(call: AttentionCall, plan: Plan) -> tuple[SoftmaxState, Skipped | None]:
     """The carry, if any, resumed over the plan's mask, and what was left out, if anything may be."""
     check_plan(call, plan)
-    dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
     if plan.skip_below is not None:
-        return _skipping(call, plan, plan.skip_below, dtype)
+        return _skipping(call, plan, plan.skip_below)
+    dtype = torch.promote_types(call.q.dtype, torch.float32)
     shape = (call.q.shape[0], call.q.shape[1], call.q.shape[2])
     state = SoftmaxState.empty(shape, call.value_dim, dtype, call.q.device)
     for (b, h, rows), keys, logits, keep in _tiles(call, plan, dtype):
@@ -102,17 +102,14 @@ def _logits(call: AttentionCall, q: Tensor, k: Tensor, keep: Tensor) -> Tensor:
     return logits.masked_fill_(~keep, -torch.inf)
 
 
-def _skipping(call: AttentionCall, plan: Plan, below: Tensor, dtype: torch.dtype) -> tuple[SoftmaxState, Skipped]:
+def _skipping(call: AttentionCall, plan: Plan, below: Tensor) -> tuple[SoftmaxState, Skipped]:
     """The carry, if any, resumed tile by tile over the plan's mask, and what was left out: see `SkipSoftmax`."""
-    shape = (call.q.shape[0], call.q.shape[1], call.q.shape[2])
-    state = SoftmaxState.empty(shape, call.value_dim, dtype, call.q.device)
-    if plan.carry is not None:
-        state = state.merge(plan.carry.state)  # a copy
-    pairs = torch.zeros(shape[:2], dtype=torch.int64, device=call.q.device)
+    state, (batch, heads) = plan.begun(call), call.q.shape[:2]
+    pairs = torch.zeros(batch, heads, dtype=torch.int64, device=call.q.device)
     selection = _TileKeys(plan.mask)
-    bounds = below.to(dtype).log().tolist()
-    for b in range(shape[0]):
-        for h in range(shape[1]):
+    bounds = below.to(state.m.dtype).log().tolist()
+    for b in range(batch):
+        for h in range(heads):
             for row in range(selection.rows):
                 steps = selection.steps(b, h, row)
                 if steps is not None:
@@ -169,7 +166,7 @@ def _tile_mass(call: AttentionCall, plan: Plan, lse: Tensor) -> Tensor:
     query, position = mask.geometry.query_positions(), mask.geometry.key_positions()
     for (b, h, rows), keys, logits, _ in _tiles(call, plan, lse.dtype, plan.probe):
         row = int(query[b, rows.start]) // mask.tile_q - first[b]
-        column = torch.div(position[b][keys], mask.tile_k, rounding_mode="floor")
+        column = position[b][keys] // mask.tile_k
         p = torch.exp(logits - base_of(lse[b, h, rows, None])).mean(0)
         mass[b, h, row].index_add_(0, column, p.to(torch.float32))
     return mass * selected
@@ -213,10 +210,8 @@ class _TileKeys:
         if self._stripes is not None:
             group = tile // mask.group - self._first_group[batch]
             columns = _keys(self._stripes.row(batch, head, group), mask.stripe_width)
-            inside = torch.isin(
-                torch.div(columns, size, rounding_mode="floor"),
-                torch.tensor(tiles, dtype=columns.dtype, device=columns.device),
-            )
+            listed = torch.tensor(tiles, dtype=columns.dtype, device=columns.device)
+            inside = torch.isin(columns // size, listed)
             chunks = zip(columns[columns < high].split(size), inside[columns < high].split(size), strict=True)
             stripes = [column[~taken] for column, taken in chunks]
         order = [*reversed(beyond), *before[:1], *reversed(before[1:])]

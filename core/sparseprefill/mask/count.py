@@ -45,10 +45,10 @@ class _Rows:
         behind = torch.minimum((tile + 1) * tile_q, start + geometry.q_len)
         last = torch.maximum(torch.minimum(behind, geometry.key_counts()[:, None]) - 1, first - 1)
         first, last = first[:, None], last[:, None]
-        high = _floor(first + 1, width) * width
+        high = (first + 1) // width * width
         low = torch.zeros_like(high)
         if geometry.window is not None:
-            low = _floor((last - geometry.window + width).clamp(min=0), width) * width
+            low = (last - geometry.window + width).clamp(min=0) // width * width
         return cls(first, last, geometry.window, low, torch.maximum(low, high), last + 1 - first, tile_q + width)
 
     @property
@@ -105,7 +105,7 @@ class Lists:
         low, bound = torch.broadcast_tensors(torch.zeros_like(counts), bound)
         high = counts.expand_as(low)
         for _ in range(self.columns.bit_length()):
-            middle = torch.div(low + high, 2, rounding_mode="floor")
+            middle = (low + high) // 2
             less = (middle < high) & (self._entry(offsets + middle) < bound)
             high = torch.where(less, high, middle)
             low = torch.where(less, middle + 1, low)
@@ -197,12 +197,12 @@ def _pairs(rows: _Rows, lists: Lists, tiles: Lists | None = None) -> Tensor:
     if tiles is None:
         total = (lists.below(rows.high // width) - lists.below(rows.low // width)) * width * rows.count
     for start, behind in rows.edges:
-        first = lists.below(_floor(start, width))
-        end = lists.below(_floor(behind + width - 1, width))
+        first = lists.below(start // width)
+        end = lists.below((behind + width - 1) // width)
         lo = lists.take(first, most) * width
         inside = torch.arange(most, device=lo.device) < (end - first)[..., None]
         if tiles is not None:
-            inside = inside & tiles.holds(_floor(lo, tiles.width))
+            inside = inside & tiles.holds(lo // tiles.width)
         total = total + (rows.pairs(lo, width) * inside).sum(-1)
     return total.sum(-1)
 
@@ -228,12 +228,8 @@ def _inner_twice(rows: _Rows, tiles: Lists, stripes: Lists, group: Tensor) -> Te
     return total
 
 
-def _floor(x: Tensor, size: int) -> Tensor:
-    return torch.div(x, size, rounding_mode="floor")
-
-
 def _ramp(n: Tensor, width: int) -> Tensor:
     """Sum of clamp(t, 0, width) over t = 1..n."""
     n = n.clamp(min=0)
     low = n.clamp(max=width)
-    return torch.div(low * (low + 1), 2, rounding_mode="floor") + (n - low) * width
+    return low * (low + 1) // 2 + (n - low) * width

@@ -137,15 +137,15 @@ class _Cells:
             cuts = torch.cat([blocks, tiles]).sort().values[None]
         else:
             number = torch.arange(length // tile + 1, device=device)
-            tiles = (torch.div(place - 1, tile, rounding_mode="floor") + 1 + number) * tile - place
+            tiles = ((place - 1) // tile + 1 + number) * tile - place
             cuts = torch.cat([blocks.expand(len(place), -1), tiles.clamp(max=length)], 1).sort(1).values
         ends = functional.pad(cuts[:, 1:], (0, 1), value=length) - 1
-        within = torch.div(cuts, block, rounding_mode="floor").clamp(max=len(blocks) - 1)
+        within = (cuts // block).clamp(max=len(blocks) - 1)
         return cls(cuts + place, ends + place, within, len(blocks))
 
     def gathered(self, x: Tensor, grid: int, first: Tensor | int, axis: int) -> Tensor:
         """The entry in which each cell lies, of an axis of `x` by tiles of `grid` tokens. first: number of entry 0."""
-        at = (torch.div(self.first, grid, rounding_mode="floor") - first).clamp(0, x.shape[axis] - 1)
+        at = (self.first // grid - first).clamp(0, x.shape[axis] - 1)
         if self.plain and at.shape[1] == x.shape[axis] and self.count == x.shape[axis]:
             return x
         return torch.take_along_dim(x, self._along(at, x.dim(), axis), axis)
@@ -244,7 +244,7 @@ def _cells(selection: Selection, rows: _Cells, keys: _Cells, seen: _Seen, heads:
         some = every = tiles
     if selection.stripes is not None:
         span = selection.tile_q * selection.group
-        group = torch.div(rows.first, span, rounding_mode="floor") - _first(g, span)
+        group = rows.first // span - _first(g, span)
         group = group.clamp(0, selection.stripes.counts.shape[2] - 1)  # cells without a row lie in no group
         lists = Lists.of(selection.stripes, heads, selection.stripe_width, g).of_rows(group.expand(g.batch, -1))
         edges = torch.cat([keys.first, keys.last[:, -1:] + 1], 1)[:, None, None]
@@ -259,7 +259,7 @@ def _keys_below(lists: Lists, bound: Tensor) -> Tensor:
     """int64: how many keys of each list stand before `bound`, which broadcasts as in `Lists.below`."""
     if lists.width == 1:
         return lists.below(bound)
-    number = lists.below(torch.div(bound + lists.width - 1, lists.width, rounding_mode="floor"))
+    number = lists.below((bound + lists.width - 1) // lists.width)
     offsets = lists.offsets.view(*lists.offsets.shape, *[1] * (bound.dim() - lists.offsets.dim()))
     last = lists.indices[(offsets + number - 1).clamp(0, lists.indices.numel() - 1)].to(torch.int64)
     return number * lists.width - torch.where(number > 0, ((last + 1) * lists.width - bound).clamp(min=0), 0)

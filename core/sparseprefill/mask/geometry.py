@@ -168,7 +168,7 @@ class Geometry:
 
     def first_tile(self, tile: int) -> Tensor:
         """int64 [B]: index on each row's grid of query tile 0 of this call (floor, so negative for padding)."""
-        return torch.div(self.first_position(), tile, rounding_mode="floor")
+        return self.first_position() // tile
 
     def tiles(self, tile: int) -> Tensor:
         """int64 [B, R]: index on each row's grid of every query tile of this call."""
@@ -179,7 +179,7 @@ class Geometry:
 
         Where the call has none, that of the nearest.
         """
-        index = torch.div(position, tile, rounding_mode="floor") - self.first_tile(tile)[:, None]
+        index = position // tile - self.first_tile(tile)[:, None]
         return index.clamp(0, self.tile_rows(tile) - 1)
 
     def token_range(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -264,11 +264,11 @@ def _described(name: str, rows: Tensor | None) -> str:
 def span(geometry: Geometry, tile_q: int, tile_k: int) -> tuple[Tensor, Tensor]:
     """int64 [B, R] each: half-open range of key tiles that the rows of each query tile may see."""
     tiles = geometry.tiles(tile_q)
-    last = torch.div((tiles + 1) * tile_q - 1, tile_k, rounding_mode="floor") + 1
+    last = ((tiles + 1) * tile_q - 1) // tile_k + 1
     last = last.clamp(0, geometry.tile_columns(tile_k))
     if geometry.window is None:
         return torch.zeros_like(last), last
-    first = torch.div(tiles * tile_q - geometry.window + 1, tile_k, rounding_mode="floor")
+    first = (tiles * tile_q - geometry.window + 1) // tile_k
     return first.clamp(min=0), last
 
 
@@ -283,8 +283,8 @@ def diagonal_map(geometry: Geometry, tile_q: int, tile_k: int) -> Tensor:
     """bool [B, R, C]: key tiles that hold a row's own position."""
     tiles = geometry.tiles(tile_q)
     column = torch.arange(geometry.tile_columns(tile_k), device=geometry.device)
-    first = torch.div(tiles * tile_q, tile_k, rounding_mode="floor")[..., None]
-    last = torch.div((tiles + 1) * tile_q - 1, tile_k, rounding_mode="floor")[..., None]
+    first = (tiles * tile_q // tile_k)[..., None]
+    last = (((tiles + 1) * tile_q - 1) // tile_k)[..., None]
     return (column >= first) & (column <= last)
 
 

@@ -15,6 +15,7 @@ from sparseprefill import kernels
 from sparseprefill.errors import MaskError, printed
 from sparseprefill.mask.geometry import Geometry, in_a_mode, kept_by_sizes, span
 from sparseprefill.pages import odd_layout
+from sparseprefill.validate import is_whole
 
 
 class Blocks(NamedTuple):
@@ -151,10 +152,6 @@ class IndexLists:
         keep.scatter_(-1, torch.where(inside, index, columns), True)
         return keep[..., :columns]
 
-    def own_map(self, columns: int) -> Tensor:
-        """bool ``[B, h, R, columns]``: that of one head where all have the same lists."""
-        return self.distinct.to_map(columns)
-
     def padded(self, width: int) -> tuple[Tensor, Tensor]:
         """The first `width` entries of each list: (bool is an entry, int64 index), both ``[B, H, R, width]``."""
         slot = torch.arange(width, device=self.counts.device)
@@ -271,5 +268,5 @@ def _check_ranges(first: object, last: object, width: object) -> None:
         if first.shape != last.shape:
             raise MaskError(f"last has shape {tuple(last.shape)}: pass first's, {tuple(first.shape)}")
         _check_order(first, last)
-    if not isinstance(width, int) or isinstance(width, bool) or width < 0:
+    if not is_whole(width):
         raise MaskError(f"width is {printed(width)}: pass the number of entries of the longest list, an integer >= 0")

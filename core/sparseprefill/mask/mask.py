@@ -19,6 +19,7 @@ from sparseprefill.mask.geometry import Geometry, kept_by_sizes, regrid, rows_ar
 from sparseprefill.mask.lists import Blocks, IndexLists, readable
 from sparseprefill.mask.tile_map import Rows, TileMap, rows_map
 from sparseprefill.pages import odd_layout
+from sparseprefill.validate import is_whole
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -133,7 +134,7 @@ class SparseMask:
         """The tiles as a map with rules, to which more can be added before lists are made."""
         if isinstance(self._tiles, TileMap):
             return self._tiles
-        keep = None if self._tiles is None else self._tiles.own_map(self.geometry.tile_columns(self.tile_k))
+        keep = None if self._tiles is None else self._tiles.distinct.to_map(self.geometry.tile_columns(self.tile_k))
         return TileMap(geometry=self.geometry, tile_q=self.tile_q, tile_k=self.tile_k, keep=keep)
 
     @property
@@ -236,7 +237,7 @@ class SparseMask:
         All of them are united at once; what `exclude` selects is taken from their union.
         """
         if exclude is None and self.stripes is None and isinstance(self._tiles, TileMap):
-            return evolve(self, tiles=self._tiles.joined(rules), group=1, disjoint=False)
+            return evolve(self, tiles=reduce(or_, rules, self._tiles), group=1, disjoint=False)
         mask, alone = self, [one.rows_alone for one in rules]
         tiles = [one for one, rows in zip(rules, alone, strict=True) if rows is None]
         if tiles:
@@ -306,7 +307,7 @@ class SparseMask:
             (None if self.stripes is None else self.stripe_map(self.stripe_width), self.group_rows, self.stripe_width),
         ):
             if keep is not None:
-                column = torch.div(key, width, rounding_mode="floor")
+                column = key // width
                 at = column.clamp(min=0)[:, None, None]
                 selected |= torch.take_along_dim(rows_around(geometry, keep, query, size), at, 3)
         return selected & geometry.visible(rows)[:, None]
@@ -375,7 +376,7 @@ class SparseMask:
         """The mask of one head, as a mask of batch 1 and one head (views)."""
         g = self.geometry
         for name, index, size in (("batch", batch, g.batch), ("head", head, g.heads)):
-            if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < size:
+            if not is_whole(index, 0, size - 1):
                 raise MaskError(f"{name} is {printed(index)}: pass an integer from 0 to {size - 1}")
         one = slice(batch, batch + 1)
         starts = None if g.starts is None else g.starts[one]
@@ -508,7 +509,7 @@ def _check_size(name: str, value: object) -> None:
 
 
 def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value < LARGEST
+    return is_whole(value, 1, LARGEST - 1)
 
 
 def _query_rows(rows: Tensor | Sequence[int], geometry: Geometry) -> Tensor:

@@ -68,34 +68,32 @@ class Stretches:
         return torch.gather(x, 2, self._span(x.shape[1]))
 
     def _span(self, heads: int) -> Tensor:
-        return torch.div(self.of, self.each, rounding_mode="floor")[:, None].expand(-1, heads, -1)
+        return (self.of // self.each)[:, None].expand(-1, heads, -1)
 
 
 @kept_by_sizes(lengths=True)
 def _dealt(geometry: Geometry, tile: int, rows: int, span: int | None) -> Stretches:
-    start, number = geometry.first_position(), geometry.tile_rows(tile)
-    begin = start.clamp(min=0)
-    behind = torch.minimum(start + geometry.q_len, geometry.key_counts())
+    (start, begin, behind), number = geometry.token_range(), geometry.tile_rows(tile)
     if span is None:
-        base = _floor(begin, tile)[:, None]
-        tiles = (_floor(behind + tile - 1, tile)[:, None] - base).clamp(min=1)
+        base = (begin // tile)[:, None]
+        tiles = (((behind + tile - 1) // tile)[:, None] - base).clamp(min=1)
         each, spans = min(rows, number), 1
     else:
         in_span = span // tile
-        base = _floor(begin, span)[:, None] * in_span
+        base = (begin // span)[:, None] * in_span
         tiles = torch.full_like(base, in_span)
         each, spans = min(rows, in_span), geometry.tile_rows(span)
     dealt = tiles.clamp(max=each)  # K of each batch row
     sample = torch.arange(spans * each, device=geometry.device)
-    place, nth = _floor(sample, each) * tiles, sample % each
-    first, end = (base + place + _floor((nth + more) * tiles + dealt - 1, dealt) for more in (0, 1))
+    place, nth = sample // each * tiles, sample % each
+    first, end = (base + place + ((nth + more) * tiles + dealt - 1) // dealt for more in (0, 1))
     position = torch.minimum(end * tile, behind[:, None]) - 1
     real = (position >= torch.maximum(first * tile, begin[:, None])) & (nth < dealt)
     tile_at = geometry.tiles(tile)
     inner = (tile_at - base).clamp(min=0)
     inhabited = ((tile_at + 1) * tile > begin[:, None]) & (tile_at * tile < behind[:, None])
-    of = _floor(inner * dealt, tiles)  # each tile of a span is dealt alike, so spans need no word here
-    own = _floor(position, tile) - tile_at[:, :1]
+    of = inner * dealt // tiles  # each tile of a span is dealt alike, so spans need no word here
+    own = position // tile - tile_at[:, :1]
     return Stretches(
         tile=tile,
         rows=(position - start[:, None]).clamp(min=0),
@@ -107,10 +105,6 @@ def _dealt(geometry: Geometry, tile: int, rows: int, span: int | None) -> Stretc
         inhabited=inhabited,
         each=each,
     )
-
-
-def _floor(x: Tensor, size: Tensor | int) -> Tensor:
-    return torch.div(x, size, rounding_mode="floor")
 
 
 ALIGNED = 16

@@ -6,9 +6,8 @@ no product above 2^63.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache, cached_property, reduce
-from operator import or_
+from collections.abc import Callable
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -19,7 +18,7 @@ from sparseprefill import kernels
 from sparseprefill.errors import MaskError, printed
 from sparseprefill.mask.geometry import Geometry, kept_by_sizes, reachable_map, regrid
 from sparseprefill.mask.lists import IndexLists
-from sparseprefill.validate import WIDEST
+from sparseprefill.validate import WIDEST, is_whole
 
 if TYPE_CHECKING:
     from sparseprefill.kernels.lists.maps import Rules
@@ -115,27 +114,15 @@ def _rows_between(geometry: Geometry, tile_q: int, first: int, behind: int) -> T
 def _is_rows(value: object) -> bool:
     if isinstance(value, Tensor):
         return not value.is_nested and value.dtype == torch.int32 and value.dim() == 2 and value.shape[1] == 2
-    return (
-        isinstance(value, tuple)
-        and len(value) == 2
-        and all(isinstance(one, int) and not isinstance(one, bool) and abs(one) < WIDEST for one in value)
-    )
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < WIDEST
+    return isinstance(value, tuple) and len(value) == 2 and all(is_whole(one, 1 - WIDEST) for one in value)
 
 
 def _is_stride(value: object) -> bool:
-    return isinstance(value, Stride) and _is_count(value.every) and value.every > 0 and _is_word(value.state)
-
-
-def _is_word(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= WORD
+    return isinstance(value, Stride) and is_whole(value.every, 1) and is_whole(value.state, 0, WORD)
 
 
 def _is_random(value: object) -> bool:
-    return isinstance(value, Random) and _is_count(value.bound) and _is_word(value.bound - 1) and _is_word(value.state)
+    return isinstance(value, Random) and is_whole(value.bound, 1, WORD + 1) and is_whole(value.state, 0, WORD)
 
 
 def _is_map(value: object) -> bool:
@@ -146,13 +133,13 @@ def _is_map(value: object) -> bool:
 
 RULES: tuple[tuple[str, object, Callable[[Any], bool], str], ...] = (
     ("keep", None, _is_map, "a bool tensor [B, h, R, C], or None"),
-    *((name, 1, lambda x: _is_count(x) and x > 0, "a positive number of tiles") for name in ("per_row", "per_column")),
-    ("band", None, _is_count, "a number of tiles, an integer from 0, or None"),
-    ("sink", 0, _is_count, "a number of tiles, an integer from 0"),
+    *((name, 1, lambda x: is_whole(x, 1), "a positive number of tiles") for name in ("per_row", "per_column")),
+    ("band", None, is_whole, "a number of tiles, an integer from 0, or None"),
+    ("sink", 0, is_whole, "a number of tiles, an integer from 0"),
     ("dense", None, _is_rows, "two numbers of query tiles, (first, behind), int32 [B, 2], or None"),
     ("stride", None, _is_stride, "a Stride(every from 1, state from 0 to 2^32 - 1), or None"),
     ("random", None, _is_random, "a Random(bound 1 to 2^32, state from 0 to 2^32 - 1), or None"),
-    ("first_head", 0, _is_count, "the number of a head, an integer from 0"),
+    ("first_head", 0, is_whole, "the number of a head, an integer from 0"),
 )
 """Fields of a `TileMap`, their defaults, what fits, and what to pass."""
 
@@ -268,10 +255,6 @@ class TileMap:
             keep = (every._by_rules() & ~self._by_rules() & reach)[:, ::group]
         return evolve(every, dense=None, keep=keep)
 
-    def joined(self, others: Sequence[TileMap]) -> TileMap:
-        """The union with one or more others, all on one grid; rules meet before maps do."""
-        return self | reduce(or_, others)
-
     def __or__(self, other: TileMap) -> TileMap:
         """The union; both on one grid."""
         differ = any(_differ(getattr(self, name), getattr(other, name)) for name in ("stride", "random", "dense"))
@@ -339,8 +322,8 @@ class TileMap:
             kept = kept | rows_map(geometry, tile_q, self.dense)[:, None, :, None]
         if self.band is not None:
             tiles = geometry.tiles(tile_q)[..., None]
-            first = torch.div(tiles * tile_q, tile_k, rounding_mode="floor") - self.band
-            last = torch.div((tiles + 1) * tile_q - 1, tile_k, rounding_mode="floor")
+            first = tiles * tile_q // tile_k - self.band
+            last = ((tiles + 1) * tile_q - 1) // tile_k
             kept = kept | ((column >= first) & (column <= last))[:, None]
         if self.stride is not None:
             every = self.stride.every

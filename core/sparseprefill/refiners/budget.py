@@ -122,7 +122,7 @@ class BudgetCeiling(_Budget):
 
     def _scores(self, scores: Tensor, geometry: Geometry, grid: tuple[int, int]) -> Tensor:
         column = torch.arange(geometry.tile_columns(grid[1]), device=geometry.device)
-        first = torch.div(geometry.tiles(grid[0]) * grid[0], grid[1], rounding_mode="floor")[:, None, :, None]
+        first = (geometry.tiles(grid[0]) * grid[0] // grid[1])[:, None, :, None]
         near = (column < first) & (column >= first - self.local)
         scores = torch.where(near, 2 * TOP, scores)
         return torch.where(column < self.sink, 4 * TOP, scores)
@@ -231,9 +231,7 @@ class _Maker:
     def _first(self, groups: range) -> tuple[Tensor, Tensor]:
         """int64 ``[B, n]``: index of each group on its row's grid, and of the first query tile of it in the call."""
         geometry, tile_q = self.call.geometry, self.tiles.tile_q
-        number = geometry.first_tile(self.per * tile_q)[:, None] + torch.arange(
-            groups.start, groups.stop, device=geometry.device
-        )
+        number = geometry.tiles(self.per * tile_q)[:, groups.start : groups.stop]
         return number, (number * self.per - geometry.first_tile(tile_q)[:, None]).clamp(min=0)
 
     def _places(self, groups: range) -> tuple[Tensor, Tensor]:
@@ -241,7 +239,7 @@ class _Maker:
         geometry, tile_q = self.call.geometry, self.tiles.tile_q
         number, first = self._first(groups)
         row = first[..., None] + torch.arange(self.slots, device=geometry.device)
-        group = torch.div(row + geometry.first_tile(tile_q)[:, None, None], self.per, rounding_mode="floor")
+        group = (row + geometry.first_tile(tile_q)[:, None, None]) // self.per
         rows = geometry.tile_rows(tile_q)
         real = (row < rows) & (group == number[..., None])
         return row.clamp(max=rows - 1).flatten(1), real[:, None]
@@ -280,9 +278,7 @@ class _Order:
         """Sorts the stripes of the plan's mask."""
         geometry, mask = call.geometry, plan.mask
         keep = stripe_map(mask, heads, groups)
-        number = geometry.first_tile(mask.group_rows)[:, None] + torch.arange(
-            groups.start, groups.stop, device=keep.device
-        )
+        number = geometry.tiles(mask.group_rows)[:, groups.start : groups.stop]
         scores = column_worth(plan, call, number * mask.group_rows, heads).to(dtype).expand(keep.shape)
         worth, column = descending(scores, keep)
         rank = torch.empty_like(column)
@@ -292,7 +288,7 @@ class _Order:
         spare = -geometry.kv_len % size
         rank = torch.where(keep, rank, geometry.kv_len + spare)
         listed = functional.pad(worth > -torch.inf, (0, spare))
-        tile = functional.pad(torch.div(column, tile_k, rounding_mode="floor"), (0, spare))
+        tile = functional.pad(column // tile_k, (0, spare))
         columns, blocks = geometry.tile_columns(tile_k), listed.shape[-1] // size
         block = torch.arange(listed.shape[-1], device=column.device) // size
         counts = listed.new_zeros(*keep.shape[:3], columns * blocks, dtype=torch.float32)
@@ -315,7 +311,7 @@ class _Table:
 
     def count(self, place: Tensor) -> Tensor:
         """int64 ``[B, h, n, slots]``: those that stand before `place`, alike, in the order."""
-        block = torch.div(place, self.order.size, rounding_mode="floor")
+        block = place // self.order.size
         inner = torch.arange(self.order.size, device=place.device) < (place % self.order.size)[..., None]
         whole = torch.gather(self.before, -1, block[..., None])[..., 0]
         return whole + (self._members(block) & inner).sum(-1)
@@ -348,7 +344,7 @@ def _tiles_that_fit(
     place = torch.searchsorted(-order.worth, -worth.flatten(3).contiguous()).view(worth.shape)
     low, high = torch.zeros_like(number), number
     for _ in range(worth.shape[-1].bit_length()):
-        middle = torch.div(low + high + 1, 2, rounding_mode="floor")
+        middle = (low + high + 1) // 2
         at = torch.gather(place, -1, (middle - 1).clamp(min=0)[..., None]).squeeze(-1)
         fits = middle * tile_k + table.count(at) <= room
         low, high = torch.where(fits, middle, low), torch.where(fits, high, middle - 1)

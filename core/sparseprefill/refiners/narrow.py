@@ -107,7 +107,7 @@ class Choice:
         """bool ``[B, Hq, R, C]``: those of the plan's tiles that are diagonal, or of the first `sink`, or of the
         `local` before the diagonal; a diagonal tile that the plan does not hold is added."""
         column = torch.arange(self.reach.shape[-1], device=geometry.device)
-        first = torch.div(geometry.tiles(self.grid[0]) * self.grid[0], self.grid[1], rounding_mode="floor")
+        first = geometry.tiles(self.grid[0]) * self.grid[0] // self.grid[1]
         behind = first[:, None, :, None]
         return self.tiles & ((column < sink) | ((column >= behind - local) & (column < behind))) | self.own
 

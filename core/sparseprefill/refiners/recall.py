@@ -246,7 +246,7 @@ def _heard(chosen: Tensor, at: Stretches, sample: Tensor, grid: tuple[int, int])
     tokens = (torch.gather(at.own, 1, sample) - tile) * grid[0]
     heard = picked
     for rounding in (0, grid[1] - 1) if grid[0] % grid[1] else (0,):
-        moved = column + torch.div(tokens + rounding, grid[1], rounding_mode="floor")[..., None]
+        moved = column + ((tokens + rounding) // grid[1])[..., None]
         known = (moved >= 0) & (moved < chosen.shape[-1])
         index = moved.clamp(0, chosen.shape[-1] - 1)[:, None].expand_as(picked)
         heard = heard | (torch.gather(picked, 3, index) & known[:, None])
@@ -261,5 +261,5 @@ def _reach(geometry: Geometry, grid: tuple[int, int]) -> Tensor:
 
 def _own_tiles(at: Stretches, grid: tuple[int, int], columns: int) -> Tensor:
     """bool ``[B, 1, n, C]``: the key tile that holds each sampled row's own token."""
-    own = torch.div(at.position, grid[1], rounding_mode="floor")[..., None]
+    own = (at.position // grid[1])[..., None]
     return (own == torch.arange(columns, device=own.device))[:, None]

@@ -145,10 +145,10 @@ class DenseRows(_Rule):
             behind = geometry.q_offset + geometry.q_len
             first = (behind if prompt is None else prompt) - self.last
             return max(first // tile, 0), -(-behind // tile)
-        end = torch.minimum(geometry.first_position() + geometry.q_len, geometry.key_counts())
+        *_, end = geometry.token_range()
         begin = torch.zeros_like(end) + (end if prompt is None else prompt) - self.last
         ends = torch.stack([begin, end + tile - 1], -1)
-        return torch.div(ends, tile, rounding_mode="floor").clamp(min=0).to(torch.int32)
+        return (ends // tile).clamp(min=0).to(torch.int32)
 
 
 @frozen

@@ -82,5 +82,5 @@ def prompt_length(call: AttentionCall) -> Tensor | int:
         return prompt
     if geometry.starts is None and geometry.lengths is None:
         return geometry.q_offset + geometry.q_len
-    last = geometry.first_position() + geometry.q_len  # negative where all of a row's queries are padding
-    return torch.minimum(last, geometry.key_counts()).clamp(min=0)
+    *_, behind = geometry.token_range()  # negative where all of a row's queries are padding
+    return behind.clamp(min=0)

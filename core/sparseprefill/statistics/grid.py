@@ -56,7 +56,7 @@ def wide_products(q: Tensor, k: Tensor) -> Tensor:
     if q.device.type == "cuda" and q.dtype in (torch.float16, torch.bfloat16):
         product = torch.bmm(rows, columns, out_dtype=torch.float32)
     else:
-        dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        dtype = torch.promote_types(q.dtype, torch.float32)
         product = torch.bmm(rows.to(dtype), columns.to(dtype))
     return product.view(batch, heads, n, -1)
 

@@ -25,7 +25,7 @@ def tile_mean(x: Tensor, geometry: Geometry, tile: int) -> Tensor:
 
     Rows of padding count for nothing, whatever they hold; a tile without a real row gives 0.
     """
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    dtype = torch.promote_types(x.dtype, torch.float32)
     if geometry.starts is None and geometry.lengths is None:
         return _whole(x, geometry, tile, dtype)
     return _ragged(x, geometry, tile, dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -67,7 +67,7 @@ def seen_blocks(geometry: Geometry, rows: Tensor, real: Tensor, block: int) -> T
     if geometry.window is not None:
         near = torch.where(real, query, geometry.kv_len).amin(1)
         first = (near - geometry.window + 1).clamp(min=0)
-    low, high = (torch.div(x, block, rounding_mode="floor")[:, None] for x in (first, last))
+    low, high = ((x // block)[:, None] for x in (first, last))
     return (column >= low) & (column <= high)
 
 
@@ -142,9 +142,7 @@ def _one_sample(
     behind = geometry.kv_len if until is None else min(until, geometry.kv_len)
     chunks = [slice(first, min(first + chunk, behind)) for first in range(0, behind, chunk)]
     logits = Logits(call, rows, real)
-    lse = logits.q.new_full((geometry.batch, geometry.heads, count), -torch.inf)
-    for keys in chunks:
-        lse = torch.logaddexp(lse, torch.logsumexp(logits.of(keys), -1))
+    lse = logits.lse(chunks)
     base = torch.where(lse.isneginf(), 0.0, lse)[..., None]
     by_key = lse.new_zeros(geometry.batch, geometry.heads, geometry.kv_len)
     by_lag = lse.new_zeros(geometry.batch, geometry.heads, geometry.kv_len + count - 1)
@@ -167,7 +165,7 @@ class Logits:
 
     def __init__(self, call: AttentionCall, rows: Tensor, real: Tensor) -> None:
         self.call, self.real = call, real
-        self.dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
+        self.dtype = torch.promote_types(call.q.dtype, torch.float32)
         q = torch.take_along_dim(call.q, rows[:, None, :, None], 2).to(self.dtype)
         self.q = q.reshape(q.shape[0], -1, call.group * rows.shape[1], q.shape[-1]) * call.softmax_scale
         self.query = torch.gather(call.geometry.query_positions(), 1, rows)
@@ -185,6 +183,13 @@ class Logits:
         """Fresh ``[B, Hq, n, keys]``, of keys by their index."""
         found = self._all(self.call.k[:, :, keys])
         return found if keys.stop <= self._open else self._hide(found, self.key[:, keys])
+
+    def lse(self, chunks: Iterable[slice]) -> Tensor:
+        """``[B, Hq, n]``: LSE of each row over keys by their index, some at a time; -inf where it sees none."""
+        lse = self.q.new_full((*self.call.q.shape[:2], self.real.shape[1]), -torch.inf)
+        for keys in chunks:
+            lse = torch.logaddexp(lse, torch.logsumexp(self.of(keys), -1))
+        return lse
 
     def at(self, positions: slice) -> Tensor:
         """Scores of keys by their position on each batch row's grid; a position without a key has -inf."""
