@@ -14,7 +14,6 @@ from torch import Tensor
 from sparseprefill.errors import InvalidCallError, ParameterError, nearest, printed
 from sparseprefill.mask.geometry import Geometry
 from sparseprefill.pages import DTYPES, LONGEST, Pages, check_index, odd_layout
-from sparseprefill.validate import is_number, is_whole
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -249,7 +248,7 @@ def _check_rows(call: AttentionCall) -> None:
         if kv_len < q_len:
             remedy = f"keys must cover the {q_len} query rows (bottom-right causal), or give q_offset"
             raise InvalidCallError("k", f"of length {kv_len}", remedy)
-    elif not is_whole(call.q_offset, 0, kv_len - q_len):
+    elif not _is_int(call.q_offset) or not 0 <= call.q_offset <= kv_len - q_len:
         remedy = f"the {q_len} query rows must lie among the {kv_len} keys: 0 to {kv_len - q_len}"
         raise InvalidCallError("q_offset", printed(call.q_offset), remedy)
     prompt = call.prompt_lengths
@@ -288,7 +287,7 @@ def _check_tensor(
 
 def _check_numbers(call: AttentionCall) -> None:
     for name, value in (("scale", call.scale), ("softcap", call.softcap)):
-        if value is not None and not is_number(value, LEAST, MOST):
+        if value is not None and not (_is_number(value) and LEAST <= value <= MOST):
             remedy = f"pass a finite positive number from {LEAST:g} to {MOST:g}, or None"
             raise InvalidCallError(name, printed(value), remedy)
     if call.window is not None and not (_is_int(call.window) and call.window >= 1):
@@ -305,3 +304,7 @@ def _check_numbers(call: AttentionCall) -> None:
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
+from sparseprefill.call import AttentionCall
 
 T = TypeVar("T")
 KEPT_BYTES = 256 << 20

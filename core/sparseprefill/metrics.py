@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from attrs import frozen
 from torch import Tensor
 
-from sparseprefill.call import check_call, uncast
+from sparseprefill.call import AttentionCall, check_call, uncast
 from sparseprefill.errors import ParameterError, printed
 from sparseprefill.plan import Result
 from sparseprefill.statistics.by_tile import row_lse
 from sparseprefill.statistics.sampled import Logits, last_rows, spread_rows
-
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
 
 SPREAD, LAST = 17, 15
 """Query rows that `watched_recall` looks at: over the call, and at its end. Of an odd number of stretches the ends fall

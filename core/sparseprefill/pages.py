@@ -11,7 +11,6 @@ from torch import Tensor
 
 from sparseprefill import kernels
 from sparseprefill.errors import InvalidCallError, printed
-from sparseprefill.validate import is_whole
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """To compute in."""
@@ -258,7 +257,7 @@ def _check_table(pages: Pages) -> None:
     if table.dim() != 1 or table.dtype != torch.int32 or not table.is_contiguous() or table.device != pages.device:
         shown = f"of shape {tuple(table.shape)}, {table.dtype}, on {table.device}"
         raise InvalidCallError("pages.table", shown, f"pass a contiguous int32 [n] on {pages.device}")
-    if not is_whole(pages.length, 1, LONGEST - 1):
+    if isinstance(pages.length, bool) or not isinstance(pages.length, int) or not 1 <= pages.length < LONGEST:
         raise InvalidCallError("pages.length", printed(pages.length), f"pass a number of keys from 1 to {LONGEST - 1}")
     if table.numel() * pages.page < pages.length:
         remedy = f"pass {-(-pages.length // pages.page)} or more, for {pages.length} keys in pages of {pages.page}"

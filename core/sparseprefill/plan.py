@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from functools import cached_property, reduce
 from operator import or_
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from attrs import evolve, field, frozen
@@ -20,10 +20,8 @@ from sparseprefill.mask.mask import SparseMask
 from sparseprefill.mask.priority import Priority
 from sparseprefill.mask.samples import Held
 from sparseprefill.mask.tile_map import TileMap
+from sparseprefill.memory import Memory
 from sparseprefill.pages import odd_layout
-
-if TYPE_CHECKING:
-    from sparseprefill.memory import Memory
 
 
 class Remark(str):

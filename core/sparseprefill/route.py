@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, overload
+from pathlib import Path
+from typing import Any, Protocol, overload
 
 from attrs import evolve, field, frozen
 
 from sparseprefill.breakeven.gate import AUTO, AutoGate, Gate, GateChoice, gate_of
 from sparseprefill.breakeven.points import GAIN, pairs
-from sparseprefill.breakeven.table import Verdict
+from sparseprefill.breakeven.table import BreakEven, Verdict
 from sparseprefill.call import AttentionCall, check_call, resized
 from sparseprefill.errors import ParameterError, UnsupportedCallError, printed
 from sparseprefill.executors.dense import dense
 from sparseprefill.memory import Memory
 from sparseprefill.pipeline import Pipeline, Runner
 from sparseprefill.plan import Plan, Result
+from sparseprefill.profiles.identity import ModelIdentity
 from sparseprefill.profiles.profile import Profile
 from sparseprefill.refiners.recall import Recall, floor_of
 from sparseprefill.stages import Answer, ExecutorStage, Guard
 from sparseprefill.validate import Check, fitting
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from sparseprefill.breakeven.table import BreakEven
-    from sparseprefill.profiles.identity import ModelIdentity
 
 
 class Buildable(Protocol):

@@ -40,22 +40,19 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from inspect import getattr_static
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar, runtime_checkable
+from typing import Any, Literal, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from sparseprefill.call import CASTING, uncast
+from sparseprefill.call import CASTING, AttentionCall, uncast
 from sparseprefill.errors import SparsePrefillError, StageError, printable, printed, told
+from sparseprefill.memory import Memory
 from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.plan import Plan, Result, SoftmaxState, check_geometry
+from sparseprefill.profiles.identity import ModelIdentity
 from sparseprefill.validate import WIDEST, is_whole
-
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
-    from sparseprefill.memory import Memory
-    from sparseprefill.profiles.identity import ModelIdentity
 
 T = TypeVar("T")
 

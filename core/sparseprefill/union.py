@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import reduce
 from operator import or_
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from attrs import evolve, field, frozen
 
-from sparseprefill.call import uncast
+from sparseprefill.call import AttentionCall, uncast
 from sparseprefill.errors import ParameterError
 from sparseprefill.mask.priority import BestOf
+from sparseprefill.memory import Memory
 from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.pipeline import Pipeline
+from sparseprefill.plan import Plan
+from sparseprefill.profiles.identity import ModelIdentity
 from sparseprefill.stages import HeadScope, PatternEstimator, common_grain, missing, widest_scope
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from sparseprefill.call import AttentionCall
-    from sparseprefill.memory import Memory
-    from sparseprefill.plan import Plan
-    from sparseprefill.profiles.identity import ModelIdentity
 
 
 def _parts(given: Iterable[Any]) -> tuple[Pipeline, ...]:

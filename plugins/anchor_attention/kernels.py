@@ -7,7 +7,7 @@ host.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -15,15 +15,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from sparseprefill.call import AttentionCall
 from sparseprefill.kernels.family.chips import Chip, chip
 from sparseprefill.kernels.settings import FUSED, HALVES_ALONE, Settings
 from sparseprefill.kernels.source import Keys, strides
 from sparseprefill.kernels.steps import batch_row, factor, floor_div, load_rows, stored_rows
 
 from .layout import WORD, Layout, Regions
-
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
 
 ROUNDING = tl.constexpr(2.0**-19)  # of a float32 dot product, against |q| |k|
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from attrs import Factory, field, frozen
 
 from sparseprefill.kernels.settings import power_of_two
-
-if TYPE_CHECKING:
-    from sparseprefill.mask.geometry import Geometry
+from sparseprefill.mask.geometry import Geometry
 
 WORD = 16  # keys per word of flags: a bit "sure" and a bit "unsure" each
 STEP_PART = 16  # blocks of a group that are scored side by side

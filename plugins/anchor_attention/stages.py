@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from attrs import field, frozen
 from torch import Tensor
 
 from sparseprefill import kernels
-from sparseprefill.call import rows_at, uncast
+from sparseprefill.call import AttentionCall, rows_at, uncast
 from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.mask.geometry import Geometry, kept_by_sizes
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.mask.priority import Priority, tiles_of_columns
+from sparseprefill.memory import Memory
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Carry, Plan
+from sparseprefill.stages import HeadScope, SparseExecutor
 from sparseprefill.statistics.pooled import real_rows, tile_mean
 from sparseprefill.statistics.slashes import sinks_and_near
 
+from . import AnchorConfig
 from .layout import Layout, Regions
-
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
-    from sparseprefill.memory import Memory
-    from sparseprefill.stages import HeadScope, SparseExecutor
-
-    from . import AnchorConfig
 
 
 @frozen

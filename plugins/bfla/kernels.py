@@ -5,13 +5,12 @@ The first and the last kernel are here, the other two are core's.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparseprefill.call import AttentionCall
 from sparseprefill.kernels.groups import (
     RUNTIME,
     GroupTiles,
@@ -27,9 +26,6 @@ from sparseprefill.kernels.settings import FUSED
 from sparseprefill.kernels.statistics.softmax import tile_softmax
 from sparseprefill.kernels.steps import batch_row, factor, floor_div
 from sparseprefill.statistics.select import top_mass
-
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
 
 
 @triton.jit

@@ -6,30 +6,27 @@ C entries make one of g * C, on each batch row's own token grid.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from attrs import frozen
 from torch import Tensor
 
 from sparseprefill import kernels
-from sparseprefill.call import uncast
+from sparseprefill.call import AttentionCall, uncast
 from sparseprefill.mask.geometry import reachable_map, regrid
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.mask.priority import PriorityScores
+from sparseprefill.memory import Memory
 from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan
 from sparseprefill.refiners.rescue import GqaUnion, LocalBand, RandomRescue, Sink, StrideRescue
+from sparseprefill.stages import HeadScope
 from sparseprefill.statistics.grid import keys_on_grid, queries_on_grid, supported, wide_products
 from sparseprefill.statistics.select import top_mass
 
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
-    from sparseprefill.memory import Memory
-    from sparseprefill.stages import HeadScope
-
-    from . import BflaConfig
+from . import BflaConfig
 
 CHUNK = 1 << 23
 """Scores of groups at a time: enough to fill a GPU, and few enough that most of what is not causal is left out."""

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from attrs import frozen
+from torch import Tensor
 
-from sparseprefill.call import uncast
+from sparseprefill.call import AttentionCall, uncast
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.mask.priority import PriorityScores, nearness
+from sparseprefill.memory import Memory
 from sparseprefill.parts.workspace import default_workspace, ranges_workspace
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan
-from sparseprefill.stages import ALL_ROWS
+from sparseprefill.stages import ALL_ROWS, HeadScope
 from sparseprefill.statistics import slashes
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from sparseprefill.call import AttentionCall
-    from sparseprefill.memory import Memory
-    from sparseprefill.stages import HeadScope
-
-    from . import DenseConfig, StreamingConfig, VerticalSlashConfig
+from . import DenseConfig, StreamingConfig, VerticalSlashConfig
 
 
 @frozen

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from attrs import evolve, field, frozen
 from torch import Tensor
 from torch.nn import functional
 
-from sparseprefill.call import rows_at, uncast
-from sparseprefill.plan import base_of, check_plan
+from sparseprefill.call import AttentionCall, rows_at, uncast
+from sparseprefill.mask.samples import Held
+from sparseprefill.memory import Memory
+from sparseprefill.plan import Plan, Result, base_of, check_plan
 from sparseprefill.stages import HeadScope
 from sparseprefill.statistics.pooled import products
 from sparseprefill.statistics.sampled import Logits
 from sparseprefill.validate import whole
-
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
-    from sparseprefill.mask.samples import Held
-    from sparseprefill.memory import Memory
-    from sparseprefill.plan import Plan, Result
 
 ENTRIES, ENTRIES_ON_CPU = 1 << 26, 1 << 22
 """Logits over batch and heads at once, 4 bytes each, a few times over."""

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from sparseprefill.call import uncast
+from sparseprefill.call import AttentionCall, uncast
 from sparseprefill.mask.lists import IndexLists
+from sparseprefill.memory import Memory
 from sparseprefill.parts.workspace import default_workspace
+from sparseprefill.plan import Plan
 from sparseprefill.refiners.budget import ENTRIES, stripe_map
 from sparseprefill.refiners.narrow import Choice, column_worth, scores_of, tile_worth
 from sparseprefill.stages import HeadScope
 from sparseprefill.validate import number, whole
-
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
-    from sparseprefill.memory import Memory
-    from sparseprefill.plan import Plan
 
 GROUP = 2048
 """Rows of a group of stripes, as `RelativeThreshold.workspace` takes them to be."""

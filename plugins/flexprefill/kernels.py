@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparseprefill.call import AttentionCall
 from sparseprefill.kernels.settings import FUSED
 from sparseprefill.kernels.statistics.distance import js_distance, js_terms, seen_blocks
 from sparseprefill.kernels.statistics.softmax import row_level, row_logits
-
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
 
 TINY = tl.constexpr(1.1754943508222875e-38)
 SQRT_LN2 = tl.constexpr(0.8325546111576977)

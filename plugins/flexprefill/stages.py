@@ -6,30 +6,27 @@ Tiles are chosen by the attention of mean queries to mean keys, for the heads th
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from attrs import frozen
 from torch import Tensor
 
 from sparseprefill import kernels
-from sparseprefill.call import uncast
+from sparseprefill.call import AttentionCall, uncast
 from sparseprefill.mask.geometry import by_block, reachable_map
 from sparseprefill.mask.priority import Priority, PriorityScores
+from sparseprefill.memory import Memory
 from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan
+from sparseprefill.stages import HeadScope
 from sparseprefill.statistics.pooled import js_distance, key_tile_mean, products, real_rows, tile_mean
 from sparseprefill.statistics.sampled import last_mass, seen_blocks
 from sparseprefill.statistics.select import top_mass
 from sparseprefill.statistics.slashes import SampledPriority, columns_and_diagonals, slash_tiles
 
 from . import FlexConfig
-
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
-    from sparseprefill.memory import Memory
-    from sparseprefill.stages import HeadScope
 
 SCORES = 1 << 23
 """Scores that are sorted at once, over batch and heads."""

@@ -7,7 +7,6 @@ its input. Then layers are compared by how well the keys of one serve another, a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from attrs import asdict, frozen
@@ -17,14 +16,11 @@ from sparseprefill import __version__
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import UnsupportedCallError
 from sparseprefill.plan import Result
-from sparseprefill.profiles.table import MadeTable
+from sparseprefill.profiles.table import MadeTable, ModelReader, Progress, Steps
 from sparseprefill.registry import default_registry
 from sparseprefill.statistics.sampled import Logits
 
 from .table import AnchorTable, Settings
-
-if TYPE_CHECKING:
-    from sparseprefill.profiles.table import ModelReader, Progress, Steps
 
 ONE_IN = 7
 """Layers to an anchor, about, where nobody says how many: 5 of 32, as the authors pick."""

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from attrs import frozen
 from torch import Tensor
 
+from sparseprefill.call import AttentionCall
 from sparseprefill.mask.geometry import Geometry, kept, kept_by_sizes
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.statistics.by_tile import row_lse
-
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
 
 QUERY_TILE = 128
 """Tokens of the mask's query tiles, where they divide a tile of the method: those of the fastest kernel."""

@@ -5,24 +5,20 @@ One launch each, nothing read on the host.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparseprefill.call import AttentionCall
 from sparseprefill.kernels.family.chips import chip
 from sparseprefill.kernels.sampled.mass import settings
 from sparseprefill.kernels.settings import FUSED, block, cdiv
 from sparseprefill.kernels.source import Keys, strides
 from sparseprefill.kernels.steps import LOG2E, batch_row, factor, logits, stored_rows
+from sparseprefill.mask.lists import IndexLists
 
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
-    from sparseprefill.mask.lists import IndexLists
-
-    from .budget import Rows
+from .budget import Rows
 
 
 @triton.jit(

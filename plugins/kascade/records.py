@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
+from sparseprefill.call import AttentionCall
 from sparseprefill.mask.geometry import kept
 from sparseprefill.mask.lists import IndexLists
-
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
 
 Place = tuple[int, ...]
 """Batch rows, query rows and keys of a call, and where its queries begin: the next chunk or part by rows has others."""

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 from uuid import uuid4
 
 from attrs import asdict, field, frozen
 
-from sparseprefill.call import uncast
+from sparseprefill.call import AttentionCall, uncast
+from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.mask import SparseMask
+from sparseprefill.memory import Memory
 from sparseprefill.parts.workspace import ranges_workspace
 from sparseprefill.pipeline import Pipeline
-from sparseprefill.plan import Plan
+from sparseprefill.plan import Plan, Result
+from sparseprefill.profiles.identity import ModelIdentity
+from sparseprefill.stages import HeadScope
 
 from . import KascadeConfig
 from .budget import Budget, Layout, mask_of
 from .records import Chosen, Kept, renewed
 from .sums import SLAB, SumsPriority, choose
-
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
-    from sparseprefill.mask.lists import IndexLists
-    from sparseprefill.memory import Memory
-    from sparseprefill.plan import Result
-    from sparseprefill.profiles.identity import ModelIdentity
-    from sparseprefill.stages import HeadScope
 
 MISSING = (
     "no table of anchor layers; make one with `sparseprefill anchors --model PATH` and pass anchors=TABLE, or name the "

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
 from sparseprefill import kernels
+from sparseprefill.call import AttentionCall
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.priority import Priority, tiles_of_columns
 from sparseprefill.statistics.sampled import PAIRS, PAIRS_ON_CPU, Logits
 
-from .budget import Layout, Rows
-
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
-
-    from .budget import Budget
+from .budget import Budget, Layout, Rows
 
 SLAB = 256 << 20
 """Bytes of the sums that are held at a time: those of some tiles, over all keys."""

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from sparseprefill.call import AttentionCall
 from sparseprefill.errors import extra
-
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
-    from sparseprefill.kernels.family.record import Job
+from sparseprefill.kernels.family.record import Job
 
 
 @cache

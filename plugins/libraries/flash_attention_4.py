@@ -7,17 +7,14 @@ function decides. Source: flash_attn/cute/interface.py and block_sparsity.py of 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING
 
+from sparseprefill.call import AttentionCall
 from sparseprefill.kernels.family.chips import capability
 from sparseprefill.kernels.family.record import Family, Features, Job, Launched, Wanted, square
+from sparseprefill.mask.mask import SparseMask
 
 from .causal import causal
 from .common import keep, missing, rows_reach_the_end
-
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
-    from sparseprefill.mask.mask import SparseMask
 
 KEYS = 128
 """Keys of a block: for each head dimension of the record, the tile that the library runs at capability 9.0."""

@@ -12,18 +12,16 @@ from __future__ import annotations
 import math
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from sparseprefill.call import AttentionCall
 from sparseprefill.kernels.family.record import Family, Features, Job, Launched, Wanted, square
+from sparseprefill.mask.mask import SparseMask
 
 from .common import keep, missing, rows_reach_the_end
-
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
-    from sparseprefill.mask.mask import SparseMask
 
 WORKSPACE = 128 << 20
 """Bytes that the library recommends for sums of parts."""

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from attrs import evolve, field, frozen
 from torch import Tensor
 
-from sparseprefill.call import rows_at, uncast
+from sparseprefill.call import AttentionCall, rows_at, uncast
 from sparseprefill.errors import ParameterError
-from sparseprefill.plan import base_of, check_plan
+from sparseprefill.mask.samples import Held
+from sparseprefill.memory import Memory
+from sparseprefill.plan import Plan, Result, base_of, check_plan
 from sparseprefill.stages import HeadScope
 from sparseprefill.statistics.pooled import products
 from sparseprefill.validate import maybe, whole
-
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
-    from sparseprefill.mask.samples import Held
-    from sparseprefill.memory import Memory
-    from sparseprefill.plan import Plan, Result
 
 ENTRIES, ENTRIES_ON_CPU = 1 << 25, 1 << 21
 """Logits over batch and heads at once, 4 bytes each, a few times over."""

@@ -8,8 +8,9 @@ need not wait for its maxima; products are summed in float16, of which a maximum
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import DistributedLinearLayout, NVMMASharedLayout
@@ -28,9 +29,6 @@ from sparseprefill.kernels.roles.ring import advance
 from sparseprefill.kernels.settings import FUSED, power_of_two
 
 from .kernels import HOPPER_TILE, LARGEST, NORM, RUNTIME
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 TILE = gl.constexpr(HOPPER_TILE)
 """Keys of a tile, and sampled rows of a consumer."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import math
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 from triton.errors import TritonError
 
+from sparseprefill.call import AttentionCall
 from sparseprefill.kernels.family.chips import NONE, Chip, chip
 from sparseprefill.kernels.settings import (
     FUSED,
@@ -24,13 +25,8 @@ from sparseprefill.kernels.settings import (
 from sparseprefill.kernels.source import Keys, strides
 from sparseprefill.kernels.steps import LOG2E
 
-from . import kernels
+from . import RowMaxConfig, kernels
 from .maxima import LINES, MAXIMA, Sampling, sampling
-
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
-
-    from . import RowMaxConfig
 
 PROGRAMS = 512
 """Programs that a launch should have where few rows look far back; they then share the keys of a row."""

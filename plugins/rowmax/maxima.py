@@ -10,20 +10,16 @@ what they keep see rows between those of the others.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import torch
 from attrs import frozen
 from torch import Tensor
 
+from sparseprefill.call import AttentionCall
 from sparseprefill.statistics.grid import keys_on_grid
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from sparseprefill.call import AttentionCall
-
-    from . import RowMaxConfig
+from . import RowMaxConfig
 
 LOGITS, LOGITS_ON_CPU = 1 << 26, 1 << 20
 """Logits of sampled rows in memory at once, over batch and heads; on a CPU as many as its cache holds."""

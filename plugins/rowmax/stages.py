@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
 from sparseprefill import kernels
-from sparseprefill.call import uncast
+from sparseprefill.call import AttentionCall, uncast
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.mask.priority import PriorityScores
 from sparseprefill.mask.tile_map import TileMap
+from sparseprefill.memory import Memory
 from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan, Remark
+from sparseprefill.stages import HeadScope
 
+from . import RowMaxConfig
 from .maxima import chosen, sampling, shares, workspace
-
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
-    from sparseprefill.memory import Memory
-    from sparseprefill.stages import HeadScope
-
-    from . import RowMaxConfig
-
 
 PER_COLUMN = 8
 """Bytes for each pair of a query tile and a column: maps of them, and their lists."""

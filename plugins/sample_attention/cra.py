@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from attrs import frozen
 from torch import Tensor
 
 from sparseprefill.errors import StageError
-
-if TYPE_CHECKING:
-    from sparseprefill.plan import Result
+from sparseprefill.plan import Result
 
 SAMPLED = "sample-attention"
 """The key of `Sampled` in `Plan.notes`."""

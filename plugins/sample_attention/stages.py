@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from attrs import frozen
 from torch import Tensor
 
-from sparseprefill.call import uncast
+from sparseprefill.call import AttentionCall, uncast
 from sparseprefill.mask.geometry import Geometry, kept_by_sizes
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.mask.tile_map import TileMap
+from sparseprefill.memory import Memory
 from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan
+from sparseprefill.stages import HeadScope
 from sparseprefill.statistics.sampled import sampled_mass
 from sparseprefill.statistics.select import top_mass
 from sparseprefill.statistics.slashes import SampledPriority, slash_tiles
 
+from . import SampleConfig
 from .cra import SAMPLED, Sampled
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from sparseprefill.call import AttentionCall
-    from sparseprefill.memory import Memory
-    from sparseprefill.stages import HeadScope
-
-    from . import SampleConfig
 
 
 @frozen(eq=False)

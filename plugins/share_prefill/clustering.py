@@ -7,7 +7,6 @@ These block maps are compressed, clustered, and compared by the patterns that th
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from attrs import asdict, frozen
@@ -20,14 +19,11 @@ from sparseprefill.mask.mask import SparseMask
 from sparseprefill.memory import Memory
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan, Result
-from sparseprefill.profiles.table import MadeTable
+from sparseprefill.profiles.table import MadeTable, ModelReader, Progress, Steps
 from sparseprefill.statistics.select import top_mass
 
 from .autoencoder import compress
 from .table import ClusterTable, Settings, Spot
-
-if TYPE_CHECKING:
-    from sparseprefill.profiles.table import ModelReader, Progress, Steps
 
 
 def clustered(

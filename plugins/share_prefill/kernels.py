@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
@@ -13,11 +11,9 @@ from sparseprefill.kernels.sampled.diagonals import COLUMNS, ROWS, on_diagonals
 from sparseprefill.kernels.settings import FUSED, cdiv, power_of_two
 from sparseprefill.kernels.statistics.distance import js_distance, js_terms, seen_blocks
 from sparseprefill.kernels.steps import batch_row, floor_div
+from sparseprefill.mask.geometry import Geometry
 
 from .heads import NEVER
-
-if TYPE_CHECKING:
-    from sparseprefill.mask.geometry import Geometry
 
 FAR = tl.constexpr(1 << 30)
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
+from sparseprefill.call import AttentionCall
 from sparseprefill.mask.geometry import diagonal_map
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.mask.priority import Priority
 from sparseprefill.mask.tile_map import TileMap
 from sparseprefill.plan import Carry, Plan, SoftmaxState
-
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
 
 
 def mixed(call: AttentionCall, inner: Plan, tiles: Tensor, block: int, chosen: Tensor, priority: Priority) -> Plan:

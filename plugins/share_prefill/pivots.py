@@ -5,28 +5,21 @@ A pivot is the pattern of one head, which heads of later layers may share.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from attrs import frozen
 from torch import Tensor
 from torch.nn import functional
 
 from sparseprefill import kernels
+from sparseprefill.call import AttentionCall
 from sparseprefill.errors import StageError
-from sparseprefill.mask.geometry import by_block
+from sparseprefill.mask.geometry import Geometry, by_block
+from sparseprefill.mask.mask import SparseMask
+from sparseprefill.memory import Memory
 from sparseprefill.statistics.pooled import js_distance, real_rows
 from sparseprefill.statistics.slashes import slash_tiles
 
-from .heads import NEVER, index, of_heads
-
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
-    from sparseprefill.mask.geometry import Geometry
-    from sparseprefill.mask.mask import SparseMask
-    from sparseprefill.memory import Memory
-
-    from .heads import LayerHeads
+from .heads import NEVER, LayerHeads, index, of_heads
 
 
 @frozen(eq=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 from uuid import uuid4
 
 import torch
@@ -10,14 +10,16 @@ from attrs import Factory, asdict, evolve, field, frozen
 from torch import Tensor
 
 from sparseprefill import kernels
-from sparseprefill.call import uncast
+from sparseprefill.call import AttentionCall, uncast
 from sparseprefill.config import inner_method
 from sparseprefill.errors import ParameterError, StageError
 from sparseprefill.mask.geometry import by_block
+from sparseprefill.mask.mask import SparseMask
 from sparseprefill.memory import Memory
 from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.pipeline import Pipeline
-from sparseprefill.plan import Plan
+from sparseprefill.plan import Plan, Result
+from sparseprefill.profiles.identity import ModelIdentity
 from sparseprefill.stages import HeadScope, widest_scope
 from sparseprefill.statistics.sampled import SampledMass, last_mass, seen_blocks
 from sparseprefill.statistics.select import top_mass
@@ -27,12 +29,6 @@ from . import SINGLE, ShareConfig
 from .heads import Clusters, LayerHeads, of_heads
 from .mixed import mixed
 from .pivots import Choice, Pivots, choose, earlier, on_blocks, pattern_tiles, renewed, shares
-
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
-    from sparseprefill.mask.mask import SparseMask
-    from sparseprefill.plan import Result
-    from sparseprefill.profiles.identity import ModelIdentity
 
 MISSING = (
     "no table of head clusters; make one with `sparseprefill cluster --model PATH` and pass clusters=TABLE, or "

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from attrs import frozen
 
+from sparseprefill.call import AttentionCall
 from sparseprefill.mask.mask import SparseMask
+from sparseprefill.memory import Memory
 from sparseprefill.parts.workspace import ranges_workspace
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan
 from sparseprefill.refiners.skip import SkipSoftmax
+from sparseprefill.stages import HeadScope
 
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
-    from sparseprefill.memory import Memory
-    from sparseprefill.stages import HeadScope
-
-    from . import SkipSoftmaxConfig
+from . import SkipSoftmaxConfig
 
 
 @frozen

@@ -6,21 +6,19 @@ What is found there, masks and softmax states, goes back to the places of its to
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
+from sparseprefill.call import AttentionCall
+from sparseprefill.mask.geometry import Geometry
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.plan import SoftmaxState
 
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
-    from sparseprefill.mask.geometry import Geometry
-
-    from .sizes import Sizes
+from .sizes import Sizes
 
 
 @frozen(eq=False)

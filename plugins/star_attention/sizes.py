@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from attrs import frozen
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from sparseprefill.mask.geometry import Geometry
+from sparseprefill.mask.geometry import Geometry
 
-    from . import StarConfig
+from . import StarConfig
 
 LONG, BLOCK = 131072, 32768  # section 3.4: a quarter of the context up to 128K tokens, then 32K
 

@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from sparseprefill.call import uncast
+from sparseprefill.call import AttentionCall, uncast
 from sparseprefill.config import inner_method
+from sparseprefill.mask.geometry import Geometry
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.mask.priority import Priority, PriorityScores, nearness
 from sparseprefill.memory import Memory
 from sparseprefill.parts.workspace import default_workspace, ranges_workspace
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Carry, Plan
+from sparseprefill.profiles.identity import ModelIdentity
+from sparseprefill.stages import HeadScope
 from sparseprefill.statistics.slashes import sinks_and_near
 
+from . import StarConfig
 from .blocks import Blocks
 from .sizes import Sizes, most_tiles, static, static_block
-
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
-    from sparseprefill.mask.geometry import Geometry
-    from sparseprefill.profiles.identity import ModelIdentity
-    from sparseprefill.stages import HeadScope
-
-    from . import StarConfig
 
 
 @frozen

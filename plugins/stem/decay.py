@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from sparseprefill.call import uncast
+from sparseprefill.call import AttentionCall, uncast
 from sparseprefill.errors import ParameterError, printed
+from sparseprefill.memory import Memory
 from sparseprefill.parts.workspace import default_workspace
+from sparseprefill.plan import Plan
 from sparseprefill.refiners.budget import Tiles, fitted
 from sparseprefill.refiners.narrow import Choice, highest, scores_of, tile_worth
 from sparseprefill.stages import HeadScope
 from sparseprefill.validate import maybe, number, whole
-
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
-    from sparseprefill.memory import Memory
-    from sparseprefill.plan import Plan
 
 UNIT = 10**6
 """Shares count in millionths, in whole numbers: so a budget is the same on every device."""

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from attrs import evolve, field, frozen
 from torch import Tensor
 from torch.nn import functional
 
-from sparseprefill.call import uncast
+from sparseprefill.call import AttentionCall, uncast
 from sparseprefill.errors import ParameterError
 from sparseprefill.mask.geometry import by_block
 from sparseprefill.mask.priority import ENTRIES, Priority
+from sparseprefill.memory import Memory, PrefixTiles
 from sparseprefill.parts.workspace import default_workspace
+from sparseprefill.plan import Plan
 from sparseprefill.refiners.narrow import scores_of
 from sparseprefill.stages import HeadScope
 from sparseprefill.validate import number, whole
-
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
-    from sparseprefill.memory import Memory, PrefixTiles
-    from sparseprefill.plan import Plan
 
 TINY = 1e-6
 """Added to norms before the logarithm, and to standard deviations."""

@@ -6,13 +6,14 @@ launched for a part of the query tiles at a time.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparseprefill.call import AttentionCall
 from sparseprefill.kernels.groups import (
     RUNTIME,
     GroupTiles,
@@ -28,9 +29,6 @@ from sparseprefill.kernels.settings import FUSED
 from sparseprefill.kernels.steps import LN2, LOG2E, factor, floor_div
 
 from .scores import PARTIALS
-
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
 
 
 @triton.jit

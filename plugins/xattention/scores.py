@@ -5,15 +5,11 @@ Queries and keys come in groups of `stride` tokens on each row's own token grid,
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from sparseprefill.call import AttentionCall
 from sparseprefill.statistics.grid import keys_on_grid, queries_on_grid, wide_products
-
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
 
 LOGITS = 1 << 25
 """Logits of groups that are in memory at once, over batch and heads."""

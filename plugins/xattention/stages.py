@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from attrs import frozen
 from torch import Tensor
 
 from sparseprefill import kernels
-from sparseprefill.call import uncast
+from sparseprefill.call import AttentionCall, uncast
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.mask.priority import PriorityScores
+from sparseprefill.memory import Memory
 from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan
+from sparseprefill.stages import HeadScope
 from sparseprefill.statistics.grid import supported
 from sparseprefill.statistics.select import top_mass
 
+from . import XConfig
 from .scores import scores_workspace, tile_scores
-
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
-    from sparseprefill.memory import Memory
-    from sparseprefill.stages import HeadScope
-
-    from . import XConfig
 
 
 @frozen

@@ -11,14 +11,13 @@ from sparseprefill.call import AttentionCall, check_call
 from sparseprefill.executors.cpu import CpuExecutor
 from sparseprefill.executors.reference import REFERENCE, ReferenceExecutor
 from sparseprefill.kernels.family.choose import a_precision, unmet
-from sparseprefill.plan import BOUND, EXACT
+from sparseprefill.plan import BOUND, EXACT, Plan, Result, SoftmaxState
 from sparseprefill.validate import number
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from sparseprefill.executors.triton import TritonExecutor
-    from sparseprefill.plan import Plan, Result, SoftmaxState
 
 CPU = CpuExecutor()
 

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from attrs import evolve, field, frozen
 from torch import Tensor
 from torch.nn import functional
 
-from sparseprefill.call import uncast
+from sparseprefill.call import AttentionCall, uncast
 from sparseprefill.errors import UnsupportedCallError
 from sparseprefill.executors.reference import REFERENCE
 from sparseprefill.mask.lists import IndexLists
+from sparseprefill.mask.mask import SparseMask
 from sparseprefill.parts.workspace import TILE, default_workspace
 from sparseprefill.plan import Kernel, Plan, Result, Skipped, SoftmaxState, base_of, check_plan
-
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
-    from sparseprefill.mask.mask import SparseMask
 
 KERNELS = (Kernel("cpu"),)
 HOST = torch.device("cpu")
@@ -111,7 +107,9 @@ class CpuExecutor:
         check_plan(call, plan)
         if reason := self.unsupported(call):
             raise UnsupportedCallError([f"CpuExecutor: {reason}"])
-        if call.recorded:
+        if torch.is_grad_enabled() and any(
+            x is not None and x.requires_grad for x in (call.q, call.k, call.v, call.sinks)
+        ):
             return "gradients are recorded, but the keys gathered here are overwritten by later calls"
         return _odd_numbers(call)
 
@@ -654,7 +652,7 @@ def _bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
 def _plain(logits: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Output ``[n, Tq, Dv]``, LSE and largest logit ``[n, Tq]`` of logits, which are overwritten, over values."""
     most = logits.amax(-1)
-    logits.sub_(base_of(most)[..., None]).exp_()
+    logits.sub_(torch.where(most.isneginf(), 0.0, most)[..., None]).exp_()
     total = logits.sum(-1)
     out = torch.bmm(logits, v).div_(torch.where(total == 0, 1.0, total)[..., None])
     return out, most + total.log(), most
@@ -663,7 +661,7 @@ def _plain(logits: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _merge(out: Tensor, lse: Tensor, other: Tensor, more: Tensor) -> tuple[Tensor, Tensor]:
     """Output and LSE over two disjoint sets of keys; `out` is overwritten."""
     both = torch.logaddexp(lse, more)
-    base = base_of(both)
+    base = torch.where(both.isneginf(), 0.0, both)
     out.mul_((lse - base).exp_()[..., None]).addcmul_(other, (more - base).exp_()[..., None])
     return out, both
 

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from attrs import evolve
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
 
-from sparseprefill.call import uncast
+from sparseprefill.call import AttentionCall, uncast
 from sparseprefill.kernels.family.chips import amd, chip
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.plan import Kernel, Plan, Result
-
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
-    from sparseprefill.stages import SparseExecutor
+from sparseprefill.stages import SparseExecutor
 
 KERNELS: Any = torch
 """Of torch: the operators behind `scaled_dot_product_attention`, which alone return the log-sum-exp."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from attrs import evolve, field, frozen
 from torch import Tensor
 
-from sparseprefill.call import uncast
+from sparseprefill.call import AttentionCall, uncast
 from sparseprefill.errors import UnsupportedCallError
 from sparseprefill.kernels.attention import launch as attention
 from sparseprefill.kernels.attention import together
@@ -20,9 +19,6 @@ from sparseprefill.kernels.settings import HALVES_ALONE, HEAD_DIMS
 from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.plan import BOUND, EXACT, Plan, Result, Rounding, SoftmaxState, check_plan
 from sparseprefill.validate import number
-
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
 
 
 @frozen

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -18,13 +18,11 @@ from attrs import frozen
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from sparseprefill.call import AttentionCall
 from sparseprefill.kernels.family.chips import Chip, chip
 from sparseprefill.kernels.settings import Settings
 from sparseprefill.kernels.source import Keys, aligned, packed, strides
 from sparseprefill.kernels.steps import batch_row, converted, floor_div
-
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
 
 RUNTIME = ("q_shift", "q_offset", "q_len", "kv_len", "tiles", "skipped", "base", "heads", "kv_group", "rows", "columns")
 """Arguments that change with the length: kernels must not be specialised on their values."""

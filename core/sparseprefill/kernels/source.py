@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton.language as tl
 from attrs import frozen
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
+from sparseprefill.call import AttentionCall
 
 TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 """Types to compute in, as device code names them."""

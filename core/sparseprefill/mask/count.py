@@ -6,17 +6,13 @@ search finds them, and all between count as whole.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
 from sparseprefill import kernels
-
-if TYPE_CHECKING:
-    from sparseprefill.mask.geometry import Geometry
-    from sparseprefill.mask.lists import IndexLists
+from sparseprefill.mask.geometry import Geometry
+from sparseprefill.mask.lists import IndexLists
 
 ENTRIES = 1 << 23
 """Numbers of one temporary tensor at most, where a single head does not need more."""

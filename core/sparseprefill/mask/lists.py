@@ -15,7 +15,6 @@ from sparseprefill import kernels
 from sparseprefill.errors import MaskError, printed
 from sparseprefill.mask.geometry import Geometry, in_a_mode, kept_by_sizes, span
 from sparseprefill.pages import odd_layout
-from sparseprefill.validate import is_whole
 
 
 class Blocks(NamedTuple):
@@ -268,5 +267,5 @@ def _check_ranges(first: object, last: object, width: object) -> None:
         if first.shape != last.shape:
             raise MaskError(f"last has shape {tuple(last.shape)}: pass first's, {tuple(first.shape)}")
         _check_order(first, last)
-    if not is_whole(width):
+    if not isinstance(width, int) or isinstance(width, bool) or width < 0:
         raise MaskError(f"width is {printed(width)}: pass the number of entries of the longest list, an integer >= 0")

@@ -19,7 +19,6 @@ from sparseprefill.mask.geometry import Geometry, kept_by_sizes, regrid, rows_ar
 from sparseprefill.mask.lists import Blocks, IndexLists, readable
 from sparseprefill.mask.tile_map import Rows, TileMap, rows_map
 from sparseprefill.pages import odd_layout
-from sparseprefill.validate import is_whole
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -237,7 +236,7 @@ class SparseMask:
         All of them are united at once; what `exclude` selects is taken from their union.
         """
         if exclude is None and self.stripes is None and isinstance(self._tiles, TileMap):
-            return evolve(self, tiles=reduce(or_, rules, self._tiles), group=1, disjoint=False)
+            return evolve(self, tiles=self._tiles.joined(rules), group=1, disjoint=False)
         mask, alone = self, [one.rows_alone for one in rules]
         tiles = [one for one, rows in zip(rules, alone, strict=True) if rows is None]
         if tiles:
@@ -376,7 +375,7 @@ class SparseMask:
         """The mask of one head, as a mask of batch 1 and one head (views)."""
         g = self.geometry
         for name, index, size in (("batch", batch, g.batch), ("head", head, g.heads)):
-            if not is_whole(index, 0, size - 1):
+            if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < size:
                 raise MaskError(f"{name} is {printed(index)}: pass an integer from 0 to {size - 1}")
         one = slice(batch, batch + 1)
         starts = None if g.starts is None else g.starts[one]
@@ -509,7 +508,7 @@ def _check_size(name: str, value: object) -> None:
 
 
 def _is_size(value: object) -> bool:
-    return is_whole(value, 1, LARGEST - 1)
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value < LARGEST
 
 
 def _query_rows(rows: Tensor | Sequence[int], geometry: Geometry) -> Tensor:

@@ -5,17 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import reduce
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from attrs import field, frozen
 from torch import Tensor
 
+from sparseprefill.call import AttentionCall
 from sparseprefill.errors import ParameterError
 from sparseprefill.mask.geometry import by_block, reachable_map, regrid, rows_around
-
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
 
 ENTRIES = 1 << 25
 """Scores of columns in memory at once, where one list of them does not need more."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import reduce
 from operator import or_
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from attrs import frozen
@@ -12,11 +13,7 @@ from torch import Tensor
 
 from sparseprefill.call import rows_at
 from sparseprefill.mask.geometry import Geometry, kept_by_sizes, rows_around
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from sparseprefill.mask.mask import SparseMask
+from sparseprefill.mask.mask import SparseMask
 
 
 @frozen(eq=False)

@@ -6,8 +6,9 @@ no product above 2^63.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache, cached_property
+from collections.abc import Callable, Sequence
+from functools import cache, cached_property, reduce
+from operator import or_
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -18,7 +19,7 @@ from sparseprefill import kernels
 from sparseprefill.errors import MaskError, printed
 from sparseprefill.mask.geometry import Geometry, kept_by_sizes, reachable_map, regrid
 from sparseprefill.mask.lists import IndexLists
-from sparseprefill.validate import WIDEST, is_whole
+from sparseprefill.validate import WIDEST
 
 if TYPE_CHECKING:
     from sparseprefill.kernels.lists.maps import Rules
@@ -114,15 +115,19 @@ def _rows_between(geometry: Geometry, tile_q: int, first: int, behind: int) -> T
 def _is_rows(value: object) -> bool:
     if isinstance(value, Tensor):
         return not value.is_nested and value.dtype == torch.int32 and value.dim() == 2 and value.shape[1] == 2
-    return isinstance(value, tuple) and len(value) == 2 and all(is_whole(one, 1 - WIDEST) for one in value)
+    return isinstance(value, tuple) and len(value) == 2 and all(_is_count(one, 1 - WIDEST) for one in value)
+
+
+def _is_count(value: object, least: int = 0, most: int = WIDEST - 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 def _is_stride(value: object) -> bool:
-    return isinstance(value, Stride) and is_whole(value.every, 1) and is_whole(value.state, 0, WORD)
+    return isinstance(value, Stride) and _is_count(value.every, 1) and _is_count(value.state, 0, WORD)
 
 
 def _is_random(value: object) -> bool:
-    return isinstance(value, Random) and is_whole(value.bound, 1, WORD + 1) and is_whole(value.state, 0, WORD)
+    return isinstance(value, Random) and _is_count(value.bound, 1, WORD + 1) and _is_count(value.state, 0, WORD)
 
 
 def _is_map(value: object) -> bool:
@@ -133,13 +138,13 @@ def _is_map(value: object) -> bool:
 
 RULES: tuple[tuple[str, object, Callable[[Any], bool], str], ...] = (
     ("keep", None, _is_map, "a bool tensor [B, h, R, C], or None"),
-    *((name, 1, lambda x: is_whole(x, 1), "a positive number of tiles") for name in ("per_row", "per_column")),
-    ("band", None, is_whole, "a number of tiles, an integer from 0, or None"),
-    ("sink", 0, is_whole, "a number of tiles, an integer from 0"),
+    *((name, 1, lambda x: _is_count(x, 1), "a positive number of tiles") for name in ("per_row", "per_column")),
+    ("band", None, _is_count, "a number of tiles, an integer from 0, or None"),
+    ("sink", 0, _is_count, "a number of tiles, an integer from 0"),
     ("dense", None, _is_rows, "two numbers of query tiles, (first, behind), int32 [B, 2], or None"),
     ("stride", None, _is_stride, "a Stride(every from 1, state from 0 to 2^32 - 1), or None"),
     ("random", None, _is_random, "a Random(bound 1 to 2^32, state from 0 to 2^32 - 1), or None"),
-    ("first_head", 0, is_whole, "the number of a head, an integer from 0"),
+    ("first_head", 0, _is_count, "the number of a head, an integer from 0"),
 )
 """Fields of a `TileMap`, their defaults, what fits, and what to pass."""
 
@@ -254,6 +259,10 @@ class TileMap:
             reach = reachable_map(self.geometry, self.tile_q, self.tile_k)[:, None]
             keep = (every._by_rules() & ~self._by_rules() & reach)[:, ::group]
         return evolve(every, dense=None, keep=keep)
+
+    def joined(self, others: Sequence[TileMap]) -> TileMap:
+        """The union with one or more others, all on one grid; rules meet before maps do."""
+        return self | reduce(or_, others)
 
     def __or__(self, other: TileMap) -> TileMap:
         """The union; both on one grid."""

@@ -9,21 +9,18 @@ from functools import reduce
 from itertools import pairwise
 from math import lcm
 from operator import or_
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 from attrs import define, evolve, field, frozen
+from torch import Tensor
 
+from sparseprefill.call import AttentionCall
 from sparseprefill.errors import MaskError
+from sparseprefill.mask.geometry import Geometry
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.mask import SparseMask
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from sparseprefill.call import AttentionCall
-    from sparseprefill.mask.geometry import Geometry
-    from sparseprefill.plan import Kernel, Result, Rounding, Skipped
+from sparseprefill.plan import Kernel, Result, Rounding, Skipped
 
 SPARE = 4
 """One part in so many of the limit stays free while a call runs in parts: for the LSE, for counting pairs, and for what

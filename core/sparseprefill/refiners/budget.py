@@ -9,28 +9,24 @@ in the order by key tiles, and not column by column.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from attrs import field, frozen
 from torch import Tensor
 from torch.nn import functional
 
-from sparseprefill.call import uncast
+from sparseprefill.call import AttentionCall, uncast
 from sparseprefill.errors import ParameterError, printed
-from sparseprefill.mask.geometry import reachable_map
+from sparseprefill.mask.geometry import Geometry, reachable_map
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.mask import SparseMask
+from sparseprefill.memory import Memory
 from sparseprefill.parts.workspace import default_workspace
+from sparseprefill.plan import Plan
 from sparseprefill.refiners.narrow import TOP, Choice, column_worth, descending, first_of, highest, tile_worth
 from sparseprefill.stages import HeadScope
 from sparseprefill.validate import maybe, number, whole
-
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
-    from sparseprefill.mask.geometry import Geometry
-    from sparseprefill.memory import Memory
-    from sparseprefill.plan import Plan
 
 ENTRIES, CELLS = 1 << 23, 1 << 24
 """Entries of one temporary tensor, where a single list does not need more: of sorts and tables, and of bool maps."""

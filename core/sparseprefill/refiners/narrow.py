@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
+from sparseprefill.call import AttentionCall
 from sparseprefill.errors import ParameterError
-from sparseprefill.mask.geometry import diagonal_map, reachable_map
+from sparseprefill.mask.geometry import Geometry, diagonal_map, reachable_map
+from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.mask import SparseMask
+from sparseprefill.mask.priority import Priority
 from sparseprefill.mask.tile_map import TileMap
-
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
-    from sparseprefill.mask.geometry import Geometry
-    from sparseprefill.mask.lists import IndexLists
-    from sparseprefill.mask.priority import Priority
-    from sparseprefill.plan import Plan
+from sparseprefill.plan import Plan
 
 TOP = torch.finfo(torch.float32).max / 8
 """Scores are clamped to it, which leaves room above for tiles that go before any score, and below for NaN."""

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Union
+from typing import Any, ClassVar, Union
 
 import torch
 from attrs import evolve, field, fields, frozen
 from torch import Tensor
 
 from sparseprefill import kernels
-from sparseprefill.call import rows_at, uncast
+from sparseprefill.call import AttentionCall, rows_at, uncast
 from sparseprefill.errors import ParameterError, nearest, printed
+from sparseprefill.mask.geometry import Geometry
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.mask.samples import Held, Raised, Stretches, stripes_at
 from sparseprefill.mask.tile_map import TileMap
+from sparseprefill.memory import Memory
 from sparseprefill.parts.workspace import default_workspace
+from sparseprefill.plan import Plan
 from sparseprefill.refiners.narrow import descending
 from sparseprefill.stages import ALL_ROWS, HeadScope
 from sparseprefill.statistics.by_tile import RowMass, lse_by_tile, mass_of
 from sparseprefill.validate import maybe, number, one_of, whole
-
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
-    from sparseprefill.mask.geometry import Geometry
-    from sparseprefill.memory import Memory
-    from sparseprefill.plan import Plan
 
 Recall = Union[float, Mapping[str, Any], "RecallFloor", None]
 """Ways to ask for a floor: its target; its options, as a table or a `RecallFloor`; None for no floor."""

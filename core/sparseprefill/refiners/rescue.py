@@ -7,22 +7,20 @@ Each takes `tile`: its tile size in tokens, by default the tiles of the plan. A 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from attrs import evolve, field, frozen
 from torch import Tensor
 
+from sparseprefill.call import AttentionCall
 from sparseprefill.mask.lists import IndexLists
+from sparseprefill.mask.mask import SparseMask
 from sparseprefill.mask.tile_map import RANDOM, STRIDE, Random, Rows, Stride, layer_hash
+from sparseprefill.memory import Memory
+from sparseprefill.plan import Plan
 from sparseprefill.stages import HeadScope
 from sparseprefill.validate import maybe, number, whole
-
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
-    from sparseprefill.mask.mask import SparseMask
-    from sparseprefill.memory import Memory
-    from sparseprefill.plan import Plan
 
 SEEDS = whole(0, 2**63 - 1)
 PER_TILE, PER_PAIR = 64, 16

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from attrs import evolve, field, frozen
 from torch import Tensor
 
+from sparseprefill.call import AttentionCall
 from sparseprefill.errors import ParameterError
-from sparseprefill.plan import Remark
+from sparseprefill.memory import Memory
+from sparseprefill.plan import Plan, Remark
 from sparseprefill.stages import HeadScope
 from sparseprefill.validate import LONGEST, maybe, number, whole
-
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
-    from sparseprefill.memory import Memory
-    from sparseprefill.plan import Plan
 
 
 @frozen

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from attrs import frozen
 from torch import Tensor
 from torch.nn import functional
 
 from sparseprefill import kernels
-from sparseprefill.call import uncast
+from sparseprefill.call import AttentionCall, uncast
+from sparseprefill.mask.samples import KeptKeys
 from sparseprefill.statistics.sampled import PAIRS, PAIRS_ON_CPU, Logits
-
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
-    from sparseprefill.mask.samples import KeptKeys
 
 TILE = 512
 """Tokens of a key tile where nobody asks for one: few sums to keep, and on a CPU as many logits as its cache holds."""

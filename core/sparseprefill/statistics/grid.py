@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sparseprefill.call import rows_at, uncast
-
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
-
+from sparseprefill.call import AttentionCall, rows_at, uncast
 
 HIGHEST = 128
 """Rows of the largest tile of a kernel over token groups, and so groups of a block."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from attrs import evolve
@@ -12,12 +11,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparseprefill import kernels
-from sparseprefill.call import uncast
-
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
-    from sparseprefill.mask.geometry import Geometry
-    from sparseprefill.memory import Memory
+from sparseprefill.call import AttentionCall, uncast
+from sparseprefill.mask.geometry import Geometry
+from sparseprefill.memory import Memory
 
 
 def tile_mean(x: Tensor, geometry: Geometry, tile: int) -> Tensor:

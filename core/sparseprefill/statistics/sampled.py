@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from attrs import frozen
@@ -11,11 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparseprefill import kernels
-from sparseprefill.call import uncast
+from sparseprefill.call import AttentionCall, uncast
 from sparseprefill.mask.geometry import Geometry, kept_by_sizes
-
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
 
 PAIRS, PAIRS_ON_CPU = 1 << 24, 1 << 19
 """(row, key) pairs over batch and heads at once, 4 bytes each, a few times over; on a CPU what its cache can hold."""

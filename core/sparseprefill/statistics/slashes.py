@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from attrs import field, frozen
 from torch import Tensor
 from torch.nn import functional
 
 from sparseprefill import kernels
-from sparseprefill.mask.geometry import by_block
+from sparseprefill.call import AttentionCall
+from sparseprefill.mask.geometry import Geometry, by_block
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.mask.priority import Priority, PriorityScores
@@ -18,10 +17,6 @@ from sparseprefill.mask.tile_map import TileMap
 from sparseprefill.plan import Plan
 from sparseprefill.statistics.sampled import SampledMass, last_mass
 from sparseprefill.statistics.select import top_mass
-
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
-    from sparseprefill.mask.geometry import Geometry
 
 EVERY = 1 << 20
 """Query tiles that share a list of columns: more than any prompt has. One number for prompts of all lengths: kernels

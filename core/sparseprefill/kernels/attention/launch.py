@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -11,6 +11,7 @@ from attrs import evolve
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from sparseprefill.call import AttentionCall
 from sparseprefill.kernels.attention.arguments import (
     Arguments,
     Cache,
@@ -32,13 +33,8 @@ from sparseprefill.kernels.family.record import Job, Launched, Wanted
 from sparseprefill.kernels.settings import FUSED, Settings, power_of_two, settings
 from sparseprefill.kernels.source import Source, aligned, strides
 from sparseprefill.kernels.steps import LOG2E
-from sparseprefill.plan import Kernel, Skipped
-
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
-    from sparseprefill.mask.mask import SparseMask
-    from sparseprefill.plan import SoftmaxState
-
+from sparseprefill.mask.mask import SparseMask
+from sparseprefill.plan import Kernel, Skipped, SoftmaxState
 
 REPAIRERS = 256
 """Most programs that look for blocks to repair."""

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from attrs import frozen
 from torch import Tensor
 
+from sparseprefill.call import AttentionCall
 from sparseprefill.kernels.attention.arguments import FIELDS
 from sparseprefill.kernels.source import Source
 from sparseprefill.mask.geometry import kept
-
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
-    from sparseprefill.mask.mask import SparseMask
-    from sparseprefill.plan import Plan
+from sparseprefill.mask.mask import SparseMask
+from sparseprefill.plan import Plan
 
 
 @frozen(eq=False)

@@ -8,20 +8,18 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from attrs import Attribute, evolve, frozen
 
+from sparseprefill.call import AttentionCall
 from sparseprefill.errors import UnsupportedCallError
 from sparseprefill.kernels.family.chips import NONE, Capability, amd, capability
 from sparseprefill.kernels.family.record import Family, Job, Launched, Wanted
+from sparseprefill.mask.mask import SparseMask
 from sparseprefill.plan import EXACT
 from sparseprefill.validate import one_of
-
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
-    from sparseprefill.mask.mask import SparseMask
 
 FAILED: dict[tuple[str, Hashable], Exception] = {}
 """By kernel and variant, what does not compile or launch here; empty while all of them work."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from sparseprefill.call import AttentionCall
+from sparseprefill.kernels.attention.arguments import Arguments as Given
 from sparseprefill.kernels.attention.arguments import flat
+from sparseprefill.kernels.attention.together import Together
 from sparseprefill.kernels.family.chips import multiprocessors
-from sparseprefill.kernels.family.record import Job, Launched
+from sparseprefill.kernels.family.record import Job, Launched, Wanted
 from sparseprefill.kernels.hopper.kernel import hopper_attention_fwd_kernel
 from sparseprefill.kernels.roles.arguments import Arguments, Cache, Eight, Outputs, Sizes
 from sparseprefill.kernels.roles.paging import PANEL
@@ -20,14 +21,8 @@ from sparseprefill.kernels.roles.quantise import eight as quantised
 from sparseprefill.kernels.settings import FUSED
 from sparseprefill.kernels.source import Source, aligned, strides
 from sparseprefill.mask.geometry import kept
-
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
-    from sparseprefill.kernels.attention.arguments import Arguments as Given
-    from sparseprefill.kernels.attention.together import Together
-    from sparseprefill.kernels.family.record import Wanted
-    from sparseprefill.mask.mask import SparseMask
-    from sparseprefill.pages import Pages
+from sparseprefill.mask.mask import SparseMask
+from sparseprefill.pages import Pages
 
 BLOCK_M = 128
 """Query rows of a work item: two consumers of 64."""

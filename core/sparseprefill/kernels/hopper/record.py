@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from attrs import evolve
 
+from sparseprefill.call import AttentionCall
 from sparseprefill.kernels.family.record import Family, Features, Job, Launched, Wanted, square
-
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
-    from sparseprefill.mask.mask import SparseMask
+from sparseprefill.mask.mask import SparseMask
 
 CAPABILITY = (9, 0)
 

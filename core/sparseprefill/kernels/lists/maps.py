@@ -6,7 +6,7 @@ launchers read nothing on the host.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -15,9 +15,7 @@ from torch import Tensor
 
 from sparseprefill.kernels.settings import FUSED
 from sparseprefill.kernels.steps import batch_row, floor_div
-
-if TYPE_CHECKING:
-    from sparseprefill.mask.geometry import Geometry
+from sparseprefill.mask.geometry import Geometry
 
 ROOM, TALL, WIDE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """Ways in which lists lie in their storage: all with equal room; as long as causality allows, tiles taller or wider than long."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -12,9 +12,7 @@ from torch import Tensor
 from sparseprefill.kernels.lists.maps import Lists
 from sparseprefill.kernels.settings import FUSED
 from sparseprefill.kernels.steps import batch_row, count_up_to, floor_div
-
-if TYPE_CHECKING:
-    from sparseprefill.mask.geometry import Geometry
+from sparseprefill.mask.geometry import Geometry
 
 BLOCK = 512
 """Entries of a list that a program takes at once."""

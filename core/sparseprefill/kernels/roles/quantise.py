@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
@@ -11,13 +9,11 @@ from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from sparseprefill.call import AttentionCall
 from sparseprefill.kernels.roles.arguments import Eight
 from sparseprefill.kernels.settings import FUSED, cdiv
 from sparseprefill.kernels.source import TYPES, Source, strides
 from sparseprefill.kernels.steps import stored_rows
-
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
 
 TILE = tl.constexpr(128)
 """Keys with one factor: a step, and a tile of the mask."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
@@ -11,9 +9,7 @@ from torch import Tensor
 
 from sparseprefill.kernels.settings import FUSED, cdiv
 from sparseprefill.kernels.steps import batch_row, floor_div
-
-if TYPE_CHECKING:
-    from sparseprefill.mask.geometry import Geometry
+from sparseprefill.mask.geometry import Geometry
 
 ROWS, COLUMNS = 8, 512
 """Query tiles and key tiles of a program."""

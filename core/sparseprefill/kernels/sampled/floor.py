@@ -7,7 +7,7 @@ dense, and what all of it comes to. Nothing is read on the host.
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,10 +16,7 @@ from torch import Tensor
 
 from sparseprefill.kernels.settings import FUSED
 from sparseprefill.kernels.steps import floor_div
-from sparseprefill.mask.samples import Raised
-
-if TYPE_CHECKING:
-    from sparseprefill.mask.samples import Stretches
+from sparseprefill.mask.samples import Raised, Stretches
 
 MOST_COLUMNS = 1 << 14
 """Key tiles of a row that `choose_kernel` holds in registers."""

@@ -12,20 +12,18 @@ most: `far` sums those of the farther bin, `near` the others, and sums over runs
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparseprefill.call import AttentionCall
 from sparseprefill.kernels.family.chips import Chip, chip
 from sparseprefill.kernels.settings import FUSED, HALVES_ALONE, Settings, block, cdiv, power_of_two
 from sparseprefill.kernels.source import Keys, packed, strides
 from sparseprefill.kernels.steps import LN2, LOG2E, batch_row, factor, floor_div, load_rows, logits, stored_rows
-
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
 
 RUNTIME = ("q_offset", "kv_len", "count", "heads", "kv_group", "samples", "parts", "chunk", "window")
 UNALIGNED = ("table_ptr", "k_scale_ptr")

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparseprefill.call import AttentionCall
 from sparseprefill.kernels.settings import FUSED
 from sparseprefill.kernels.source import Keys
 from sparseprefill.kernels.steps import batch_row, factor, stored_rows
-
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
 
 ROWS = 32
 """Keys that a program loads at once."""

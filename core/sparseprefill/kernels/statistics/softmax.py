@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparseprefill.call import AttentionCall
 from sparseprefill.kernels.lists.maps import span
 from sparseprefill.kernels.settings import FUSED
 from sparseprefill.kernels.steps import LOG2E, batch_row, floor_div
-
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
 
 
 @triton.jit
