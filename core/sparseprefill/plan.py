@@ -152,14 +152,14 @@ class Plan:
                 raise MaskError(f"Plan.carry covers {theirs}, the mask is for {mine}: make both for one call")
         if self.probe is not None:
             wanted = (mask.geometry.batch, mask.geometry.heads)
-            _check("Plan.probe", self.probe, Tensor)
-            if odd_layout(self.probe) or self.probe.dtype != torch.bool or tuple(self.probe.shape) != wanted:
-                given = odd_layout(self.probe) or f"{self.probe.dtype} {tuple(self.probe.shape)}"
-                raise MaskError(f"Plan.probe is {given}: pass a bool tensor [B, Hq] = {wanted}")
+            _check_tensor("Plan.probe", self.probe, torch.bool, wanted, "a bool tensor [B, Hq]")
         if self.priority is not None:
             _check("Plan.priority", self.priority, Priority)
         if self.skip_below is not None:
-            _check_thresholds(self.skip_below, mask.geometry.batch)
+            given, wanted_rows = self.skip_below, (mask.geometry.batch,)
+            _check_tensor("Plan.skip_below", given, torch.float32, wanted_rows, "a float32 tensor [B]")
+            if given.device.type == "cpu" and not bool(((given >= 0) & (given < 1)).all()):  # of others none is read
+                raise MaskError(f"Plan.skip_below is {given.tolist()}: pass thresholds from 0 to less than 1")
 
     @cached_property
     def mask(self) -> SparseMask:
@@ -415,20 +415,10 @@ def check_geometry(call: AttentionCall, geometry: Geometry, who: str) -> None:
         raise MaskError(f"{who} a mask for {made}; the call is {wanted}: it must be made for this call")
 
 
-def _check_thresholds(given: object, batch: int) -> None:
-    """MaskError for what are no thresholds `Plan.skip_below`; values on a device are not read."""
-    if (
-        not isinstance(given, Tensor)
-        or odd_layout(given)
-        or given.dtype != torch.float32
-        or tuple(given.shape) != (batch,)
-    ):
-        shown = _shown(given)
-        if isinstance(given, Tensor):
-            shown = odd_layout(given) or f"{given.dtype} {tuple(given.shape)}"
-        raise MaskError(f"Plan.skip_below is {shown}: pass a float32 tensor [B] = ({batch},)")
-    if given.device.type == "cpu" and not bool(((given >= 0) & (given < 1)).all()):
-        raise MaskError(f"Plan.skip_below is {given.tolist()}: pass thresholds from 0 to less than 1")
+def _check_tensor(name: str, given: Tensor, dtype: torch.dtype, shape: tuple[int, ...], words: str) -> None:
+    odd = odd_layout(given) if isinstance(given, Tensor) else _shown(given)
+    if odd or given.dtype != dtype or tuple(given.shape) != shape:
+        raise MaskError(f"{name} is {odd or f'{given.dtype} {tuple(given.shape)}'}: pass {words} = {shape}")
 
 
 def _check(name: str, value: object, wanted: type) -> None:

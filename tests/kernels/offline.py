@@ -50,7 +50,7 @@ from sparseprefill.kernels.hopper.record import HOPPER, HOPPER_INT8
 from sparseprefill.kernels.sampled import by_tile, floor
 from sparseprefill.kernels.sampled import mass as sampled
 from sparseprefill.kernels.statistics.key_means import key_means
-from sparseprefill.mask.samples import KeptKeys, Stretches
+from sparseprefill.mask.samples import KeptKeys, deal
 from sparseprefill.statistics.sampled import last_rows
 
 LENGTH = 256
@@ -214,7 +214,7 @@ class Floor:
     def run(self) -> None:
         """Eight rows speak for 16 query tiles."""
         geometry = Variant("tiles").call().geometry
-        at = Stretches.deal(geometry, 16, 8, None)
+        at = deal(geometry, 16, 8, None)
         every = torch.zeros(1, 2, 8, 32)
         held = floor.Held(torch.ones(1, 2, 16, 32, dtype=torch.bool), torch.ones(1, 1, 16, 32, dtype=torch.bool))
         by = (every, every if self.kept else None)

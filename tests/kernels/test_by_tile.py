@@ -16,7 +16,7 @@ from kernels.test_sampled import FIELDS, call_of, moved
 from sparseprefill import AttentionCall, RecallFloor, kernels
 from sparseprefill.kernels.sampled.by_tile import tile_lse
 from sparseprefill.mask.mask import SparseMask
-from sparseprefill.mask.samples import KeptKeys, Stretches
+from sparseprefill.mask.samples import KeptKeys, Stretches, deal
 from sparseprefill.memory import Memory
 from sparseprefill.plan import Plan
 from sparseprefill.statistics.by_tile import lse_by_tile
@@ -34,7 +34,7 @@ def kept_keys(call: AttentionCall, at: Stretches, lines: int | None) -> KeptKeys
 
 
 def check(call: AttentionCall, tile: int, rows: int, *, keys: str) -> None:
-    at = Stretches.deal(call.geometry, 16, rows, None)
+    at = deal(call.geometry, 16, rows, None)
     held = None if keys == "all" else kept_keys(call, at, 3 if keys == "shared" else None)
     expected = lse_by_tile(call, at.rows, at.real, tile, held)
     there = None if held is None else KeptKeys(held.map.to(DEVICE), None if held.line is None else held.line.to(DEVICE))

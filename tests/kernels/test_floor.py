@@ -18,7 +18,7 @@ from sparseprefill.call import rows_at
 from sparseprefill.kernels.sampled import floor as launch
 from sparseprefill.mask.geometry import Geometry
 from sparseprefill.mask.mask import SparseMask
-from sparseprefill.mask.samples import Held, Raised, Stretches
+from sparseprefill.mask.samples import Held, Raised, Stretches, deal
 from sparseprefill.memory import Memory
 from sparseprefill.plan import Plan
 from sparseprefill.refiners.recall import _reach
@@ -51,7 +51,7 @@ class Spot:
 
     def placed(self) -> tuple[Geometry, Stretches, torch.Generator]:
         geometry = call_of(self.lengths[0], sum(self.lengths), torch.float32, (2, 1), **self.fields).geometry
-        at = Stretches.deal(geometry, self.grid[0], self.rows, self.span)
+        at = deal(geometry, self.grid[0], self.rows, self.span)
         return geometry, at, torch.Generator().manual_seed(self.seed)
 
     @property

@@ -251,8 +251,7 @@ def from_length(along: Sequence[Line]) -> int | None:
     whole = along[-1]
     for i in range(len(whole.keys) - 1, -1, -1):
         if whole.ratios[i] > GAIN:
-            a, b, x, y = whole.keys[i], whole.keys[i + 1], whole.ratios[i], whole.ratios[i + 1]
-            return math.ceil(a * math.exp(math.log(b / a) * math.log(GAIN / x) / math.log(y / x)))
+            return math.ceil(between(GAIN, *whole.ratios[i : i + 2], *whole.keys[i : i + 2]))
     # Below the shortest the ratio grows as dense attention's work shrinks.
     target = pairs(whole.keys[0], whole.keys[0]) * whole.ratios[0] / GAIN
     return math.ceil((math.sqrt(8.0 * target + 1.0) - 1.0) / 2.0)

@@ -37,15 +37,6 @@ class Stretches:
     inhabited: Tensor
     each: int
 
-    @classmethod
-    def deal(cls, geometry: Geometry, tile: int, rows: int, span: int | None) -> Stretches:
-        """T query tiles go to ``K = min(rows, T)`` stretches, tile t to stretch ``t * K // T``.
-
-        Tiles are counted from the first that holds a real row; or from the multiple of `span` tokens before each, and
-        then T are the tiles of a span. Nothing is read on the host.
-        """
-        return _dealt(geometry, tile, rows, span)
-
     @property
     def several(self) -> bool:
         """True if the call has more spans than one."""
@@ -69,7 +60,12 @@ class Stretches:
 
 
 @kept_by_sizes(lengths=True)
-def _dealt(geometry: Geometry, tile: int, rows: int, span: int | None) -> Stretches:
+def deal(geometry: Geometry, tile: int, rows: int, span: int | None) -> Stretches:
+    """T query tiles go to ``K = min(rows, T)`` stretches, tile t to stretch ``t * K // T``.
+
+    Tiles are counted from the first that holds a real row; or from the multiple of `span` tokens before each, and then
+    T are the tiles of a span. Nothing is read on the host.
+    """
     (start, begin, behind), number = geometry.token_range(), geometry.tile_rows(tile)
     if span is None:
         base = (begin // tile)[:, None]

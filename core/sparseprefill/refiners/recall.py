@@ -14,7 +14,7 @@ from sparseprefill.call import AttentionCall, rows_at, uncast
 from sparseprefill.errors import ParameterError, nearest, printed
 from sparseprefill.mask.geometry import Geometry
 from sparseprefill.mask.mask import SparseMask
-from sparseprefill.mask.samples import Held, Raised, Stretches, stripes_at
+from sparseprefill.mask.samples import Held, Raised, Stretches, deal, stripes_at
 from sparseprefill.mask.tile_map import TileMap
 from sparseprefill.memory import Memory
 from sparseprefill.parts.workspace import default_workspace
@@ -102,7 +102,7 @@ class RecallFloor:
             remedy = f"pass a multiple of {grid[0]}, the tokens of the plan's query tiles"
             raise ParameterError(f"RecallFloor.span is {self.span}: {remedy}")
         held, reach = plan.held(), _reach(geometry, grid)
-        at = Stretches.deal(geometry, grid[0], self.rows, self.span)
+        at = deal(geometry, grid[0], self.rows, self.span)
         stripes = stripes_at(held.masks, at.position, geometry.tile_columns(grid[1]) * grid[1])
         by_tile = lse_by_tile(call, at.rows, at.real, grid[1], stripes)
         raised = self._by_kernels(by_tile, at, held, reach) if kernels.serve(call.q) else None
@@ -132,7 +132,8 @@ class RecallFloor:
         own = rows_at(have, at.own)
         lost = torch.where(own, 0.0, mass.tiles - mass.kept).nan_to_num(nan=0.0).clamp(min=0.0)
         before = torch.where(own, mass.tiles, mass.kept).sum(-1)
-        chosen = self._chosen(lost, before, at.real[:, None], _own_tiles(at, grid, have.shape[-1]))
+        mine = (at.position // grid[1])[..., None] == torch.arange(have.shape[-1], device=have.device)
+        chosen = self._chosen(lost, before, at.real[:, None], mine[:, None])
         added = self._spread(chosen, at, grid) & free
         dense = self._dense(added, have, reach, at)
         added = torch.where(at.to_tiles(dense)[..., None], free, added)
@@ -189,7 +190,7 @@ class KeptWhole:
     def refine(self, call: AttentionCall, plan: Plan, memory: Memory) -> Plan:
         """The plan, with all of the mass of sampled rows kept before and after."""
         geometry = call.geometry
-        at = Stretches.deal(geometry, plan.common_grid()[0], self.rows, None)
+        at = deal(geometry, plan.common_grid()[0], self.rows, None)
         shape = geometry.batch, geometry.heads, at.rows.shape[1]
         kept = torch.ones(shape, dtype=torch.float32, device=geometry.device)
         return _noted(plan, SampledRecall(at.rows, at.real, kept, kept))
@@ -254,9 +255,3 @@ def _reach(geometry: Geometry, grid: tuple[int, int]) -> Tensor:
     """bool ``[B, 1, R, C]``: tiles that hold at least one allowed pair; one launch on a GPU."""
     every = TileMap(geometry=geometry, tile_q=grid[0], tile_k=grid[1], sink=geometry.tile_columns(grid[1]))
     return every.by_group(geometry.heads)
-
-
-def _own_tiles(at: Stretches, grid: tuple[int, int], columns: int) -> Tensor:
-    """bool ``[B, 1, n, C]``: the key tile that holds each sampled row's own token."""
-    own = (at.position // grid[1])[..., None]
-    return (own == torch.arange(columns, device=own.device))[:, None]

@@ -134,6 +134,11 @@ def better_copied(call: AttentionCall, mask: SparseMask) -> bool:
     return call.q.shape[2] * reads >= call.kv_len
 
 
+def objection_eight(call: AttentionCall, mask: SparseMask, wanted: Wanted) -> str | None:
+    """The same of the kernel in 8 bits."""
+    return objection(call, mask, wanted) or unrounded(call, mask)
+
+
 def unrounded(call: AttentionCall, mask: SparseMask) -> str | None:
     """Reason for which a call that the kernel serves is not done in 8 bits, or None. Sizes and features alone; no device is asked."""
     if call.q.shape[3] != TILE.value:
@@ -161,7 +166,9 @@ def launch(job: Job) -> Launched:
     blocks = _blocks(mask, given)
     order = _order(call, mask, blocks) if requests is None else _order_together(requests, blocks)
     nonfinite = _run(call, mask, given, order, requests)
-    return Launched(nonfinite=nonfinite, voting=_voting(mask, call.q.shape[3]) if job.wanted.skips else None)
+    # Query rows of a block, those that vote together (of one consumer), and keys of a step.
+    voting = (BLOCK_M, BLOCK_M // 2, min(mask.tile_k, BLOCK_N[call.q.shape[3]])) if job.wanted.skips else None
+    return Launched(nonfinite=nonfinite, voting=voting)
 
 
 def launch_eight(job: Job) -> Launched:
@@ -250,11 +257,6 @@ def _run(
         DEFER=DEFER and given.logits.below is not None, num_warps=4, **FUSED,
     )  # fmt: skip
     return nonfinite
-
-
-def _voting(mask: SparseMask, width: int) -> tuple[int, int, int]:
-    """For `plan.Skipped`: query rows of a block, those that vote together (of one consumer), and keys of a step."""
-    return BLOCK_M, BLOCK_M // 2, min(mask.tile_k, BLOCK_N[width])
 
 
 def _order(call: AttentionCall, mask: SparseMask, blocks: int) -> Tensor | None:
