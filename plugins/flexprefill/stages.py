@@ -13,7 +13,7 @@ from attrs import frozen
 from torch import Tensor
 
 from sparseprefill import kernels
-from sparseprefill.call import AttentionCall, uncast
+from sparseprefill.call import AttentionCall, rows_at, uncast
 from sparseprefill.mask.geometry import by_block, reachable_map
 from sparseprefill.mask.priority import Priority, PriorityScores
 from sparseprefill.memory import Memory
@@ -124,8 +124,7 @@ def _mean_query(call: AttentionCall, rows: Tensor, real: Tensor, dtype: torch.dt
     """``[B, Hq, 1, D]``: of the sampled queries."""
     if call.starts is None and call.lengths is None:
         return call.q[:, :, -rows.shape[1] :].mean(2, keepdim=True, dtype=dtype)
-    where = rows[:, None, :, None].expand(-1, call.q.shape[1], -1, call.q.shape[3])
-    picked = torch.where(real[:, None, :, None], torch.gather(call.q, 2, where), 0)
+    picked = torch.where(real[:, None, :, None], rows_at(call.q, rows), 0)
     total: Tensor = picked.sum(2, keepdim=True, dtype=dtype)
     return total / real.sum(1).clamp(min=1)[:, None, None, None]
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from sparseprefill import kernels
 from sparseprefill.call import AttentionCall, uncast
+from sparseprefill.mask.geometry import by_block
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.mask.priority import PriorityScores
 from sparseprefill.mask.tile_map import TileMap
@@ -120,9 +121,7 @@ class RowMaxEstimator:
 
     def _priority(self, call: AttentionCall) -> Tensor:
         """Shares of whole tiles: what their columns have together."""
-        found, each = self.shares(call), self.config.block // self.config.column
-        if each > 1:
-            found = torch.nn.functional.pad(found, (0, -found.shape[3] % each)).unflatten(3, (-1, each)).sum(4)
+        found = by_block(self.shares(call), self.config.block // self.config.column)
         return found if self.config.union == "head" else found.repeat_interleave(call.group, 1)
 
 

@@ -9,19 +9,15 @@ from __future__ import annotations
 import os
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
+import torch
 from attrs import field, frozen
 
-from sparseprefill.breakeven.points import device_type, pairs
+from sparseprefill.breakeven.points import DeviceKind, device_type, pairs
 from sparseprefill.breakeven.table import UNKNOWN, BreakEven, Verdict, device_kind
+from sparseprefill.call import AttentionCall
 from sparseprefill.errors import ParameterError, printed
-
-if TYPE_CHECKING:
-    import torch
-
-    from sparseprefill.breakeven.points import DeviceKind
-    from sparseprefill.call import AttentionCall
 
 OFF = "pass gate=None"
 """The way to have no gate, where nothing else is said: a server's configuration takes something else."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Hashable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from attrs import field, frozen
@@ -23,10 +23,8 @@ from sparseprefill.breakeven.points import (
     nearest,
     ratio_of,
 )
+from sparseprefill.call import AttentionCall
 from sparseprefill.errors import ParameterError
-
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
 
 BELOW = "below break-even: dense attention is faster at this size"
 UNKNOWN = "not gated: "

@@ -36,10 +36,9 @@ class _Rows:
 
     @classmethod
     def of(cls, geometry: Geometry, tile_q: int, width: int) -> _Rows:
-        tile, start = geometry.tiles(tile_q), geometry.first_position()[:, None]
+        tile, (start, _, behind) = geometry.tiles(tile_q), (x[:, None] for x in geometry.token_range())
         first = torch.maximum(tile * tile_q, start)
-        behind = torch.minimum((tile + 1) * tile_q, start + geometry.q_len)
-        last = torch.maximum(torch.minimum(behind, geometry.key_counts()[:, None]) - 1, first - 1)
+        last = torch.maximum(torch.minimum((tile + 1) * tile_q, behind) - 1, first - 1)
         first, last = first[:, None], last[:, None]
         high = (first + 1) // width * width
         low = torch.zeros_like(high)

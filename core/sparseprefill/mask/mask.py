@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import Factory, evolve, field, frozen
 from torch import Tensor
-from torch.nn import functional
 
 from sparseprefill.errors import MaskError, printed
 from sparseprefill.mask import count
-from sparseprefill.mask.geometry import Geometry, kept_by_sizes, regrid, rows_around
+from sparseprefill.mask.geometry import Geometry, by_block, kept_by_sizes, regrid, rows_around
 from sparseprefill.mask.lists import Blocks, IndexLists, readable
 from sparseprefill.mask.tile_map import Rows, TileMap, rows_map
 from sparseprefill.pages import odd_layout
@@ -586,7 +585,7 @@ def _difference(a: SparseMask, b: SparseMask) -> SparseMask:
         if b.stripes is not None:
             cut = b.stripes_on(rows, width)
             if a.has_tiles:  # then rows == tile_q, so `keep` and `cut` have the same rows
-                broken = keep & _any_column(cut, tile_k // width)
+                broken = keep & (by_block(cut, tile_k // width) > 0)
                 keep = keep & ~broken
                 left = left | _columns(broken, tile_k // width, left.shape[3])
             left = left & ~cut
@@ -633,13 +632,6 @@ def _rows_left(a: SparseMask, b: SparseMask, tile_q: int) -> int:
 def _columns(tiles: Tensor, ratio: int, columns: int) -> Tensor:
     """A map of key tiles as one of columns, `ratio` of which make a tile."""
     return tiles.repeat_interleave(ratio, dim=-1)[..., :columns]
-
-
-def _any_column(stripes: Tensor, ratio: int) -> Tensor:
-    """Key tiles that hold a column of a map, `ratio` of which make a tile."""
-    padded = functional.pad(stripes, (0, -stripes.shape[-1] % ratio))
-    found: Tensor = padded.unflatten(-1, (-1, ratio)).any(-1)
-    return found
 
 
 def _row_chunks(geometry: Geometry, step: int, pairs: int = 1 << 24) -> Sequence[Tensor]:

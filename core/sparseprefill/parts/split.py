@@ -7,7 +7,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import reduce
 from itertools import pairwise
-from math import lcm
 from operator import or_
 from typing import Literal, Protocol
 
@@ -100,7 +99,7 @@ def parts(pipeline: Cuttable, call: AttentionCall, limit: int | None) -> tuple[P
     together = [size for size in sizes if size >= call.group]
     size = next((n for n in together if fits(evolve(whole, heads=(0, n)))), None)
     if size is None and pipeline.grain is not None and call.starts is None:
-        cuts = _cuts(call, lcm(pipeline.grain, ROWS))
+        cuts = _cuts(call, math.lcm(pipeline.grain, ROWS))
         few = sizes[len(together) - 1 :]
         size = next((n for n in few if fits(Part((0, n), (cuts[-2], cuts[-1])))), few[-1])
         rows = _cut_rows(cuts, size, fits)

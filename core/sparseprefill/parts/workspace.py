@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
+from sparseprefill.call import AttentionCall
 
 TILE, PER_PAIR, PER_KEY = 128, 16, 48
 """Units of `default_workspace`: tokens per tile; bytes per pair of tiles (maps and their lists), and per key."""
