@@ -152,6 +152,7 @@ class Plan:
                 raise MaskError(f"Plan.carry covers {theirs}, the mask is for {mine}: make both for one call")
         if self.probe is not None:
             wanted = (mask.geometry.batch, mask.geometry.heads)
+            _check("Plan.probe", self.probe, Tensor)
             _check_tensor("Plan.probe", self.probe, torch.bool, wanted, "a bool tensor [B, Hq]")
         if self.priority is not None:
             _check("Plan.priority", self.priority, Priority)
