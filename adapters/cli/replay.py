@@ -5,7 +5,8 @@ from __future__ import annotations
 import json as reading
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -108,7 +109,7 @@ def replay(
     done = len(mine) + len(others)
     stop.check(done)
     found = rows(run, reference)
-    remarks = _remarks(run, reference, server, guessed, questions=script.settings.get("questions", questions))
+    remarks = _remarks(run, reference, guessed)
     if record is not None and not stop.heard:
         whole = {"version": VERSION, "answer": answer, "script": script.plain, "run": run.plain}
         write("--record", record, reading.dumps(whole))
@@ -148,42 +149,31 @@ def table_of(
     found: Sequence[Row], reference: Sequence[Row], title: str, remarks: Sequence[str], *, cold: bool
 ) -> render.Table:
     """A row for each turn, beside the reference's where there is one. cold: whether their times may be compared."""
-    from ..replay.play import quantile
+    from ..replay.play import Row, quantile
 
-    other = {one.title: one for one in reference}
+    others = {one.title: one for one in reference}
 
-    def first(share: float, rows: Mapping[str, Row] | None = None) -> Callable[[Row], str]:
-        def cell(row: Row) -> str:
-            of = row if rows is None else rows.get(row.title)
-            return "" if of is None else _seconds(quantile(of.times, share))
-
-        return cell
+    def other(row: Row) -> Row:
+        return others.get(row.title, Row(row.title))
 
     def faster(row: Row) -> str:
-        mine, theirs = (quantile(one.times, 0.5) if one is not None else None for one in (row, other.get(row.title)))
+        mine, theirs = (quantile(one.times, 0.5) for one in (row, other(row)))
         return f"{theirs / mine:.2f}" if cold and mine and theirs else ""
-
-    def theirs(kind: str) -> Callable[[Row], str]:
-        def cell(row: Row) -> str:
-            of = other.get(row.title)
-            return "" if of is None else getattr(of, kind).text
-
-        return cell
 
     columns: list[render.Column[Row]] = [
         render.Column("turn", lambda row: row.title),
         render.Column("tokens", lambda row: "" if row.prompt is None else f"{row.prompt // len(row.times):,}"),
         render.Column("cached", lambda row: "" if row.cached is None else f"{row.cached / (row.prompt or 1):.0%}"),
-        render.Column("first, p50", first(0.5)),
-        render.Column("first, p99", first(0.99)),
-        render.Column("reference, p50", first(0.5, other)),
-        render.Column("reference, p99", first(0.99, other)),
+        render.Column("first, p50", lambda row: _seconds(quantile(row.times, 0.5))),
+        render.Column("first, p99", lambda row: _seconds(quantile(row.times, 0.99))),
+        render.Column("reference, p50", lambda row: _seconds(quantile(other(row).times, 0.5))),
+        render.Column("reference, p99", lambda row: _seconds(quantile(other(row).times, 0.99))),
         render.Column("speed-up", faster),
         render.Column("a token", lambda row: _seconds(quantile(row.between, 0.5))),
         render.Column("copies", lambda row: row.copies.text),
-        render.Column("reference's copies", theirs("copies")),
+        render.Column("reference's copies", lambda row: other(row).copies.text),
         render.Column("facts", lambda row: row.facts.text),
-        render.Column("reference's facts", theirs("facts")),
+        render.Column("reference's facts", lambda row: other(row).facts.text),
         render.Column("same", lambda row: row.same.text),
         render.Column("errors", lambda row: str(row.errors) if row.errors else ""),
     ]
@@ -295,18 +285,14 @@ def _read(path: Path) -> tuple[Script, int, Run]:
 
 
 def _errors(run: Run) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for one in run.asked:
-        if one.error:
-            counts[one.error] = counts.get(one.error, 0) + 1
-    return counts
+    return Counter(one.error for one in run.asked if one.error)
 
 
 def _hits(run: Run) -> dict[str, float] | None:
     return None if run.hits is None else {"hits": run.hits[0], "queries": run.hits[1]}
 
 
-def _remarks(run: Run, reference: Run | None, server: Server, guessed: bool, *, questions: int) -> list[str]:
+def _remarks(run: Run, reference: Run | None, guessed: bool) -> list[str]:
     """Remarks beside the figures."""
     made = []
     for name, one in (("", run), ("reference: ", reference)):

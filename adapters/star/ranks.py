@@ -9,10 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ POLL = 0.5  # seconds between two looks at the store while a collective is under
 GRACE = 3.0  # seconds in which the ranks that are left answer when one is missed
 PATIENCE = 25.0  # seconds, at most the timeout, that a rank which failed waits for the others
 FAILED, ASKED = "failed", "asked"
+T = TypeVar("T")
 
 
 class RankError(SparsePrefillError):
@@ -117,10 +118,10 @@ class Ranks:
 
     def hear(self) -> None:
         """RankError if another rank has told of a failure. One that misses somebody is answered."""
-        if self._stored(lambda: self.store.check([FAILED]), False):
-            self._failure = str(self._stored(lambda: self.store.get(FAILED).decode(), "another rank failed"))
+        if self._stored(lambda: self.store.check([FAILED])):
+            self._failure = str(self._stored(lambda: self.store.get(FAILED).decode()))
             raise RankError(self._failure)
-        if not self._answered and self._stored(lambda: self.store.check([ASKED]), False):
+        if not self._answered and self._stored(lambda: self.store.check([ASKED])):
             self._answer()
 
     def _answer(self) -> None:
@@ -144,7 +145,7 @@ class Ranks:
         keys = [f"met/{self._met}/{rank}" for rank in range(self.size)]
         self.store.set(keys[self.rank], json.dumps(dict(said), default=str))
         began, pause, patience = time.monotonic(), 0.0005, min(self.timeout, PATIENCE) if failure else self.timeout
-        while not self._stored(lambda: self.store.check(keys), False):
+        while not self._stored(lambda: self.store.check(keys)):
             self.hear()
             if time.monotonic() - began > patience:
                 if failure:
@@ -152,7 +153,7 @@ class Ranks:
                 self.lost(f"waited {self.timeout:g} s before {what}")
             time.sleep(pause)
             pause = min(pause * 2, 0.05)
-        answers = [json.loads(x) for x in self._stored(lambda: self.store.multi_get(keys), [])]
+        answers = [json.loads(x) for x in self._stored(lambda: self.store.multi_get(keys))]
         if self._met > 2:  # everybody who is here has read those of the meeting before the last
             with suppress(RuntimeError):
                 self.store.delete_key(f"met/{self._met - 2}/{self.rank}")
@@ -225,7 +226,8 @@ class Ranks:
         behind = ", ".join(str(rank) for rank, count in enumerate(counts) if count == min(counts))
         return f"{behind} (it answers, but began {min(counts)} collectives and others {max(counts)})"
 
-    def _stored(self, ask: Any, otherwise: Any) -> Any:
+    def _stored(self, ask: Callable[[], T]) -> T:
+        """What the store answers; RankError where it is gone."""
         try:
             return ask()
         except RuntimeError as error:
