@@ -7,24 +7,19 @@ stores none of it. Other Python versions give slightly other text, and so other 
 from __future__ import annotations
 
 import ast
-import os
 import random
-import sysconfig
-import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 from attrs import field, frozen
 
-_LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data", "__pycache__"})
+from ..evaluation.texts import definitions, sources
+
 _SHORTEST, _LONGEST = 16, 120
 _STEP = 256
-_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-_BLOCKS = (ast.stmt, ast.excepthandler, ast.match_case)
 
 
 @lru_cache(maxsize=1)
@@ -35,34 +30,9 @@ def text_lines() -> tuple[str, ...]:
     """
     from pydoc_data.topics import topics
 
-    texts = dict.fromkeys([*(topics[key] for key in sorted(topics)), *_docstrings()])
-    return tuple(line for text in texts for line in _clean(text))
-
-
-def _docstrings() -> Iterator[str]:
-    paths: list[Path] = []
-    for folder, folders, files in os.walk(sysconfig.get_paths()["stdlib"]):
-        folders[:] = [name for name in folders if name not in _LEFT_OUT]
-        paths += [Path(folder, name) for name in files if name.endswith(".py")]
-    for path in sorted(paths):
-        yield from _docstrings_of(path)
-
-
-def _docstrings_of(path: Path) -> Iterator[str]:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            tree = ast.parse(path.read_text(encoding="utf-8"))
-    except (OSError, SyntaxError, ValueError):
-        return
-    level: list[ast.AST] = [tree]
-    while level:  # in the order of `ast.walk`, which also looks into expressions: most of a tree, and no docstring
-        for node in level:
-            if isinstance(node, _DOCUMENTED):
-                docstring = ast.get_docstring(node)
-                if docstring:
-                    yield docstring
-        level = [child for node in level for child in ast.iter_child_nodes(node) if isinstance(child, _BLOCKS)]
+    docstrings = (ast.get_docstring(node) for path in sources() for node in definitions(path))
+    texts = dict.fromkeys([*(topics[key] for key in sorted(topics)), *docstrings])
+    return tuple(line for text in texts for line in _clean(text or ""))
 
 
 def _clean(text: str) -> Iterator[str]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import random
 import sysconfig
 import warnings
@@ -52,6 +53,8 @@ _SIZES = ("small", "large", "heavy", "light", "round", "narrow", "hollow", "fold
 _COLOURS = ("red", "green", "violet", "orange", "silver", "purple", "yellow", "brown")
 _THINGS = ("lantern", "kettle", "compass", "ladder", "violin", "anchor", "basket", "hammer", "mirror", "saddle")
 _LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data", "__pycache__"})
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+_BLOCKS = (ast.stmt, ast.excepthandler, ast.match_case)
 
 
 def built_in(
@@ -212,9 +215,27 @@ def _natural(kind: str, rng: random.Random, tokenizer: Any, tokens: int) -> list
 
 
 @cache
-def _sources() -> tuple[Path, ...]:
-    root = Path(sysconfig.get_paths()["stdlib"])
-    return tuple(path for path in sorted(root.rglob("*.py")) if not _LEFT_OUT & set(path.relative_to(root).parts))
+def sources() -> tuple[Path, ...]:
+    """The files of the standard library, but its tests."""
+    paths: list[Path] = []
+    for folder, folders, files in os.walk(sysconfig.get_paths()["stdlib"]):
+        folders[:] = [name for name in folders if name not in _LEFT_OUT]
+        paths += [Path(folder, name) for name in files if name.endswith(".py")]
+    return tuple(sorted(paths))
+
+
+def definitions(path: Path) -> Iterator[Any]:
+    """The syntax tree of a file, and its classes and functions, in the order of `ast.walk`, which also looks into
+    expressions: most of a tree, and no definition. Nothing of a file that is not Python."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            level: list[ast.AST] = [ast.parse(_text(path))]
+    except (SyntaxError, ValueError):
+        return
+    while level:
+        yield from (node for node in level if isinstance(node, _DOCUMENTED))
+        level = [child for node in level for child in ast.iter_child_nodes(node) if isinstance(child, _BLOCKS)]
 
 
 def _text(path: Path) -> str:
@@ -225,30 +246,19 @@ def _text(path: Path) -> str:
 
 
 def _code() -> list[Callable[[], str]]:
-    return [lambda path=path: f"# {path.name}\n{_text(path)}\n" for path in _sources()]  # type: ignore[misc]
+    return [lambda path=path: f"# {path.name}\n{_text(path)}\n" for path in sources()]  # type: ignore[misc]
 
 
 def _docs() -> list[Callable[[], str]]:
     from pydoc_data.topics import topics
 
     made: list[Callable[[], str]] = [lambda key=key: f"{topics[key]}\n\n" for key in sorted(topics)]  # type: ignore[misc]
-    return made + [lambda path=path: _docstrings(path) for path in _sources()]
+    return made + [lambda path=path: _docstrings(path) for path in sources()]
 
 
 def _docstrings(path: Path) -> str:
-    nodes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    found = ((getattr(node, "name", path.stem), ast.get_docstring(node)) for node in _nodes(path, nodes))
+    found = ((getattr(node, "name", path.stem), ast.get_docstring(node)) for node in definitions(path))
     return "".join(f"{name}\n{text}\n\n" for name, text in found if text)
-
-
-def _nodes(path: Path, kinds: tuple[type[ast.AST], ...]) -> Iterator[Any]:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            tree = ast.parse(_text(path))
-    except (SyntaxError, ValueError):
-        return
-    yield from (node for node in ast.walk(tree) if isinstance(node, kinds))
 
 
 def _notes() -> list[Callable[[], str]]:
@@ -263,12 +273,14 @@ def _description(one: metadata.Distribution) -> str:
 
 
 def _records() -> list[Callable[[], str]]:
-    return [lambda path=path: _listed(path) for path in _sources()]  # type: ignore[misc]
+    return [lambda path=path: _listed(path) for path in sources()]  # type: ignore[misc]
 
 
 def _listed(path: Path) -> str:
     lines = []
-    for node in _nodes(path, (ast.FunctionDef, ast.AsyncFunctionDef)):
+    for node in definitions(path):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
         record = {
             **{"file": path.name, "line": node.lineno, "name": node.name},
             "parameters": [one.arg for one in node.args.args],
