@@ -17,7 +17,7 @@ from sparseprefill.route import Route
 from sparseprefill.structure import structure, table
 from sparseprefill.validate import flag, maybe, number, one_of, whole
 
-from ..session.options import HostOptions, prefill_rows
+from ..session.options import PREFILL_ROWS, HostOptions
 from .wishes import OFF, SWITCH, mistyped
 
 TABLE = SWITCH
@@ -66,7 +66,7 @@ class Settings(HostOptions):
     chunk: int | None = field(default=None, validator=maybe(whole(2)))
     copies: bool = field(default=True, validator=flag())
     log_interval: float | None = field(default=None, validator=maybe(number(0, threading.TIMEOUT_MAX)))
-    min_query: int = field(default=MIN_QUERY, validator=prefill_rows)
+    min_query: int = field(default=MIN_QUERY, validator=PREFILL_ROWS)
     warm_up: bool | None = field(default=None, validator=maybe(flag()))
     log_level: str = field(default="info", validator=one_of("debug", "info", "warning", "error"))
 

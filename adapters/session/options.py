@@ -4,35 +4,31 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
-from typing import Any
 
-from attrs import Attribute, field, frozen
+from attrs import field, frozen
 
 from sparseprefill.errors import ParameterError, printed
 from sparseprefill.structure import join
-from sparseprefill.validate import MOST_ROWS, fitting, flag, is_whole
+from sparseprefill.validate import MOST_ROWS, fitting, flag, is_number, is_whole
 
 from .defaults import MIN_QUERY, TAIL
-from .watch import RECALL_EVERY, check_every, check_strict
+from .watch import MOST_EVERY, RECALL_EVERY
 
 MOST_LAYERS = 1 << 16
 """More indices than any model has layers are refused, before an endless iterator is read to no end."""
 ROWS = fitting("", lambda value: is_whole(value, 0, MOST_ROWS), f"a number of query rows from 0 to {MOST_ROWS}")
-
-
-def prefill_rows(_: object, attribute: Attribute[Any], value: object) -> None:
-    """integer >= 2"""
-    if not is_whole(value, 2, MOST_ROWS):
-        remedy = f"pass an integer from 2, so that decoding stays dense, to {MOST_ROWS}"
-        raise ParameterError(f"{attribute.name} is {printed(value)}: {remedy}")
-
-
-def _every(_: object, attribute: Attribute[Any], value: object) -> None:
-    check_every(attribute.name, value)
-
-
-def _strict(_: object, attribute: Attribute[Any], value: object) -> None:
-    check_strict(attribute.name, value, 1, "")
+PREFILL_ROWS = fitting(
+    "",
+    lambda value: is_whole(value, 2, MOST_ROWS),
+    f"an integer from 2, so that decoding stays dense, to {MOST_ROWS}",
+    "integer >= 2",
+)
+EVERY = fitting(
+    "",
+    lambda value: is_whole(value, 0, MOST_EVERY),
+    f"N to measure one of N prefills, an integer from 0 (none) to {MOST_EVERY}",
+)
+STRICT = fitting("", lambda value: value is None or is_number(value, 0, 1), "a number from 0 to 1, or None")
 
 
 def _indices(layers: Iterable[int] | None) -> tuple[int, ...] | None:
@@ -66,16 +62,19 @@ class HostOptions:
     rows of the last layer that nobody reads.
     """
 
-    min_query: int = field(default=MIN_QUERY, validator=prefill_rows)
+    min_query: int = field(default=MIN_QUERY, validator=PREFILL_ROWS)
     layers: tuple[int, ...] | None = field(default=None, converter=_indices)
     strict: bool = field(default=False, validator=flag())
     measure: bool = field(default=False, validator=flag())
     tail: int = field(default=TAIL, validator=ROWS)
-    recall_every: int = field(default=RECALL_EVERY, validator=_every)
-    strict_recall: float | None = field(default=None, validator=_strict)
+    recall_every: int = field(default=RECALL_EVERY, validator=EVERY)
+    strict_recall: float | None = field(default=None, validator=STRICT)
     skip_unread: bool = field(default=False, validator=flag())
 
     def check(self, at: str = "") -> None:
         """ParameterError for options that do not go together. at: where they stand, for messages."""
-        names = join(at, "strict_recall"), join(at, "recall_every")
-        check_strict(names[0], self.strict_recall, self.recall_every, names[1])
+        if self.strict_recall is not None and not self.recall_every:
+            name, other = join(at, "strict_recall"), join(at, "recall_every")
+            raise ParameterError(
+                f"{name} is {printed(self.strict_recall)}, but {other} is 0, so nothing is measured: pass 1 or more"
+            )

@@ -13,7 +13,6 @@ import torch
 from attrs import define, evolve, field, frozen
 from torch import Tensor
 
-from sparseprefill.errors import ParameterError, printed
 from sparseprefill.metrics import watched_recall
 from sparseprefill.refiners.recall import SLACK
 
@@ -68,26 +67,6 @@ class CallRecall:
 
 Hear = Callable[[CallRecall], None]
 """Called with every measured call, as its figures arrive."""
-
-
-def check_every(name: str, value: object) -> int:
-    """ParameterError, with the option's name, for what is no number of prefills."""
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MOST_EVERY:
-        raise ParameterError(
-            f"{name} is {printed(value)}: pass N to measure one of N prefills, an integer from 0 (none) to {MOST_EVERY}"
-        )
-    return value
-
-
-def check_strict(name: str, value: object, every: int, of_every: str) -> float | None:
-    """ParameterError for what is no recall below which calls are counted. of_every: the name of the other option."""
-    if value is None:
-        return None
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1:
-        raise ParameterError(f"{name} is {printed(value)}: pass a number from 0 to 1, or None")
-    if every == 0:
-        raise ParameterError(f"{name} is {printed(value)}, but {of_every} is 0, so nothing is measured: pass 1 or more")
-    return float(value)
 
 
 @frozen(eq=False)
