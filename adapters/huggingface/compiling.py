@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import cache
-from types import FrameType
+from traceback import walk_stack
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -30,14 +30,12 @@ def eagerly(function: Callable[P, T]) -> Callable[P, T]:
 def _refuse_one_graph() -> bool:
     """AttachError where one graph has to hold everything. The compiler calls it while it traces, so that its frames are
     on the stack."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
+    for frame, _ in walk_stack(sys._getframe()):
         tracer = frame.f_locals.get("self") if frame.f_code.co_filename.endswith("symbolic_convert.py") else None
         if tracer is not None and (
             getattr(tracer, "one_graph", False) or getattr(tracer, "error_on_graph_break", False)
         ):
             raise _refusal()(WHOLE)
-        frame = frame.f_back
     return True
 
 

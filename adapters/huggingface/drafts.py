@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import FrameType
+from traceback import walk_stack
 from typing import Any
 
 ALL = sys.maxsize
@@ -47,7 +47,5 @@ def drafted(owner: object, past: int) -> int:
 
 def _assisted() -> dict[str, Any] | None:
     """The variables of the innermost assisted decoding on this thread's stack, by transformers or by a copy of it."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code.co_name != "_assisted_decoding":
-        frame = frame.f_back
-    return None if frame is None else dict(frame.f_locals)
+    frames = (frame for frame, _ in walk_stack(sys._getframe()) if frame.f_code.co_name == "_assisted_decoding")
+    return next((dict(frame.f_locals) for frame in frames), None)

@@ -36,29 +36,24 @@ class Idle:
 
 
 @define(eq=False)
-class Hook:
-    """Gone in a copy or a pickle of the model. names: of the arguments of the forward that it stands around."""
+class Around:
+    """Opens the forwards of one attachment, or counts them as short; the one behind closes them, errors included.
+
+    Short forwards return before anything that cannot be compiled. Gone in a copy or a pickle of the model.
+    names: of the forward's arguments. over: whether the hook comes after the forward.
+    """
 
     names: tuple[str, ...]
+    attached: Attachment
+    requests: Requests
+    min_query: int
+    over: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Idle:
         return Idle()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Idle, ()
-
-
-@define(eq=False)
-class Around(Hook):
-    """Opens the forwards of one attachment, or counts them as short; the one behind closes them, errors included.
-
-    Short forwards return before anything that cannot be compiled. over: whether the hook comes after the forward.
-    """
-
-    attached: Attachment
-    requests: Requests
-    min_query: int
-    over: bool = False
 
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *output: Any) -> None:
         """Open or close the forward."""

@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections.abc import Hashable, Iterable, Iterator
 from contextvars import ContextVar
+from traceback import walk_stack
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -313,9 +314,7 @@ class Forward:
         """True if it has ended, though no hook told so: torch calls none after a KeyboardInterrupt."""
         if not self.frame or self.thread is not threading.current_thread():
             return False
-        frame: FrameType | None = sys._getframe()
-        while frame is not None and id(frame) != self.frame:
-            frame = frame.f_back
+        frame = next((one for one, _ in walk_stack(sys._getframe()) if id(one) == self.frame), None)
         return frame is None or not _runs(frame, self.owner.decoder)
 
 
@@ -412,11 +411,9 @@ def _open() -> Iterator[Forward]:
 
 def _frames(decoder: torch.nn.Module | None) -> Iterator[int]:
     """The `id` of the frame of each forward of the decoder on this thread's stack, the innermost first."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
+    for frame, _ in walk_stack(sys._getframe()):
         if _runs(frame, decoder):
             yield id(frame)
-        frame = frame.f_back
 
 
 def _runs(frame: FrameType, decoder: torch.nn.Module | None) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
+from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
@@ -82,8 +83,8 @@ class Reader:
         begun, or has ended, runs a hook of somebody, who may read every row.
         """
         model, decoder, begun = self._model(), self._decoder(), set[int]()
-        frame, calls = sys._getframe().f_back, 0
-        while frame is not None:
+        calls = 0
+        for frame, _ in walk_stack(sys._getframe().f_back):
             name = frame.f_code.co_name
             if name in ("forward", "_call_impl"):
                 module = frame.f_locals.get("self")
@@ -97,7 +98,6 @@ class Reader:
                     return {}
                 if calls > 1:
                     return {}
-            frame = frame.f_back
         return {}
 
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from attrs import evolve
@@ -36,12 +36,7 @@ from .layer import INDEXED, index_of
 from .names import Names
 from .options import drafted
 from .plan import plan
-from .runtime import LATENT_FLAG, Runtime, layer_runtime, step_of
-
-if TYPE_CHECKING:
-    Host = Any
-else:
-    Host = object
+from .runtime import LATENT_FLAG, Host, Runtime, layer_runtime, step_of
 
 ITSELF = "{name} computes prefill without a prefill backend{remedy}"
 REMEDIES = {"AMX_MLA": ": add --attention-backend CPU_MLA"}

@@ -21,7 +21,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable
-from types import FrameType
+from traceback import walk_stack
 from typing import Any
 
 from attrs import define, field, frozen
@@ -114,13 +114,11 @@ class Names:
     @classmethod
     def of_caller(cls) -> Names:
         """The requests of the runner on whose behalf this is called; no names where there is no such runner."""
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
+        for frame, _ in walk_stack(sys._getframe(1)):
             owner = frame.f_locals.get("self")
             if hasattr(owner, "execute_model") and (hasattr(owner, "req_states") or hasattr(owner, "input_batch")):
                 v2 = hasattr(owner, "req_states")
                 return cls(weakref.ref(owner), Sight.of(getattr(owner, "model_state", None)) if v2 else None)
-            frame = frame.f_back
         return cls.of_nobody()
 
     @classmethod
@@ -201,13 +199,8 @@ def _rows(batch: Any) -> list[str] | None:
 
 def drafting() -> bool:
     """True if this is called while a speculator loads its draft model, whose layers are not those of the served one."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if hasattr(owner, "propose") and hasattr(owner, "load_model"):
-            return True
-        frame = frame.f_back
-    return False
+    owners = (frame.f_locals.get("self") for frame, _ in walk_stack(sys._getframe(1)))
+    return any(hasattr(owner, "propose") and hasattr(owner, "load_model") for owner in owners)
 
 
 def _halves(runner: Any) -> bool:

@@ -9,7 +9,7 @@ stages that need the keys as one tensor have them copied then (see `Pages`).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,13 +17,8 @@ from torch import Tensor
 from sparseprefill.pages import Pages
 
 from .pages import pages_of
-from .runtime import NAME
+from .runtime import NAME, Host
 from .shared import SparseImpl
-
-if TYPE_CHECKING:
-    Host = Any
-else:
-    Host = object
 
 
 class PagedBackend(Host):

@@ -9,7 +9,7 @@ import logging
 import multiprocessing
 import os
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attrs import define, field
 
@@ -37,6 +37,10 @@ UNSEEN = (
     "before it starts"
 )
 log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    Host = Any  # where types are checked, the classes of vLLM's that ours are mixed into are not there
+else:
+    Host = object
 _runtimes: dict[int, Runtime] = {}
 
 

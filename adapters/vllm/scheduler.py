@@ -11,7 +11,7 @@ request's first token; a chunk for which a step has no room waits for the next s
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -21,7 +21,7 @@ from sparseprefill.errors import AttachError, ParameterError
 from ..serving.options import TABLE
 from .options import CHUNKLESS, check_room, chunk_end, parse
 from .plugin import excluded
-from .runtime import selected
+from .runtime import Host, selected
 
 log = logging.getLogger(__name__)
 HOOK = "_reserve_prefill_lookahead"
@@ -30,11 +30,6 @@ CACHED = (
     "chunks are fixed, but what a request finds in the prefix cache depends on those before it: "
     "--no-enable-prefix-caching makes answers independent of them"
 )
-
-if TYPE_CHECKING:
-    Host = Any
-else:
-    Host = object
 
 
 class FixedChunks(Host):

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,12 +21,7 @@ from ..serving.parts import Part
 from .groups import announce, served, warm_up
 from .layer import layer_of
 from .plan import plan
-from .runtime import layer_runtime, runtime_of
-
-if TYPE_CHECKING:
-    Host = Any
-else:
-    Host = object
+from .runtime import Host, layer_runtime, runtime_of
 
 
 class SparseImpl(Host):
