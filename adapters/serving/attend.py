@@ -86,12 +86,9 @@ def _call(runtime: Runtime, layer: Layer, part: Part, rows: Tensor, read: Read) 
             rows.transpose(0, 1)[None],
             k,
             v,
-            scale=layer.scale,
-            layer=layer.index,
-            softcap=layer.softcap,
-            sinks=layer.sinks,
             first_head=runtime.model.first_head,
             prompt_lengths=None if part.row is None else part.row.prompt,
+            **layer.facts,
         )
         return call, copied
     except Exception as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from attrs import frozen
 
@@ -25,6 +27,11 @@ class Layer:
     softcap: float | None
     sinks: torch.Tensor | None
     reason: str | None
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Arguments of an AttentionCall that are the layer's own."""
+        return {"scale": self.scale, "layer": self.index, "softcap": self.softcap, "sinks": self.sinks}
 
 
 @frozen
@@ -77,16 +84,7 @@ def unsupported(
     k = zero.expand(1, heads.kv, keys, heads.size)
     v = zero.expand(1, heads.kv, keys, heads.values or heads.size)
     try:
-        call = AttentionCall(
-            q,
-            k,
-            v,
-            scale=layer.scale,
-            layer=layer.index,
-            softcap=layer.softcap,
-            sinks=layer.sinks,
-            first_head=heads.first,
-        )
+        call = AttentionCall(q, k, v, first_head=heads.first, **layer.facts)
     except InvalidCallError as error:
         return str(error)
     return "; ".join(route.unsupported(call)) or None

@@ -138,8 +138,7 @@ def _step(
     shape = (requests * rows, sizes.query_heads, sizes.head_dim)
     q, cache = torch.randn(shape, device=sizes.device, dtype=sizes.dtype), sizes.cache()
     table = torch.arange(-(-keys // sizes.page), device=sizes.device, dtype=torch.int32) % FILLED
-    facts = {"scale": layer.scale, "layer": layer.index, "softcap": layer.softcap, "sinks": layer.sinks}
-    given = {"first_head": first_head, "prompt_lengths": prompt, **facts}
+    given = {"first_head": first_head, "prompt_lengths": prompt, **layer.facts}
     parts = [part.transpose(0, 1)[None] for part in q.split(rows)]
     return [AttentionCall.of_pages(part, pages(cache, table, keys), **given) for part in parts]
 

@@ -19,23 +19,9 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from ..serving.parts import Part
 from . import packing
-from .shared import SparseBuilder, SparseImpl
+from .shared import SparseBackend, SparseBuilder, SparseImpl
 
 STOCK = "CPU_ATTN"
-
-
-class SparseCPUBackend(CPUAttentionBackend):
-    """Takes the place of ``CPU_ATTN``, whose name it keeps: vLLM asks for no other backend on a CPU."""
-
-    @staticmethod
-    def get_impl_cls() -> type[SparseCPUImpl]:
-        """The attention of one layer."""
-        return SparseCPUImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[SparseCPUBuilder]:
-        """The metadata of one step."""
-        return SparseCPUBuilder
 
 
 @dataclass
@@ -68,3 +54,9 @@ class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
             for half, at, scale in zip(halves, orders, scales, strict=True)
         )
         return k, v
+
+
+class SparseCPUBackend(SparseBackend, CPUAttentionBackend):
+    """Takes the place of ``CPU_ATTN``, whose name it keeps: vLLM asks for no other backend on a CPU."""
+
+    impl, builder = SparseCPUImpl, SparseCPUBuilder

@@ -23,20 +23,6 @@ from .shared import SparseBuilder
 STOCK = "FLASH_ATTN"
 
 
-class SparseFlashBackend(PagedBackend, FlashAttentionBackend):
-    """On vLLM's FlashAttention 3."""
-
-    @staticmethod
-    def get_impl_cls() -> type[SparseFlashImpl]:
-        """The attention of one layer."""
-        return SparseFlashImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[SparseFlashBuilder]:
-        """The metadata of one step."""
-        return SparseFlashBuilder
-
-
 @dataclass
 class SparseFlashMetadata(FlashAttentionMetadata):
     """parts: of a batch with requests that run sparse. A field, so that vLLM's copies of metadata keep it."""
@@ -57,3 +43,9 @@ class SparseFlashImpl(PagedImpl, FlashAttentionImpl):
     """Runs the parts of a batch; everything else is its parent's."""
 
     host_name = STOCK
+
+
+class SparseFlashBackend(PagedBackend, FlashAttentionBackend):
+    """On vLLM's FlashAttention 3."""
+
+    impl, builder = SparseFlashImpl, SparseFlashBuilder

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
@@ -18,7 +19,7 @@ from vllm.v1.request import Request
 
 from sparseprefill.pages import Pages
 
-from ..serving.layer import Layer, dense_reason
+from ..serving.layer import Heads, Layer, dense_reason
 from ..serving.warm import Sizes, warm_engine
 from .admission import check_apart
 from .layer import heads_of, index_of, layer_of
@@ -102,25 +103,23 @@ def _keyless(config: Any) -> Counter[str]:
 
 
 def _reason(runtime: Runtime, builder: Any, name: str, module: Any) -> str | None:
-    """Reason for which a layer will stay dense, or None. AttachError where a stage cannot be asked."""
-    config, route = builder.vllm_config, runtime.session.route
     layer, heads = layer_of(name, module.impl), heads_of(module.impl, runtime.model.first_head)
+    return reason_of(runtime, builder.vllm_config, layer, heads, builder.device)
+
+
+def reason_of(runtime: Runtime, config: Any, layer: Layer, heads: Heads, device: torch.device) -> str | None:
+    """Reason for which a layer will stay dense, or None. AttachError where a stage cannot be asked."""
     return dense_reason(
-        route,
+        runtime.session.route,
         layer,
         heads,
         config.model_config.dtype,
-        builder.device,
+        device,
         keys=int(config.model_config.max_model_len),
         min_query=runtime.options.min_query,
         step=step_of(config, runtime.options),
-        bound=bound_of(runtime),
+        bound="max_num_batched_tokens" if runtime.options.chunk is None else "chunk",
     )
-
-
-def bound_of(runtime: Runtime) -> str:
-    """The option that bounds a chunk."""
-    return "max_num_batched_tokens" if runtime.options.chunk is None else "chunk"
 
 
 def warm_up(runtime: Runtime, builder: Any, layers: Sequence[tuple[Layer, Any]]) -> None:

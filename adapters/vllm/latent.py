@@ -29,14 +29,14 @@ from vllm.v1.attention.backends.mla.prefill.selector import MLADimensions, MLAPr
 from sparseprefill.errors import AttachError, UnsupportedCallError
 
 from ..serving.attend import run
-from ..serving.layer import WINDOW, Heads, Layer, dense_reason
+from ..serving.layer import WINDOW, Heads, Layer
 from ..serving.parts import Part
-from .groups import bound_of, served, survey
+from .groups import reason_of, served, survey
 from .layer import INDEXED, index_of
 from .names import Names
 from .options import drafted
 from .plan import plan
-from .runtime import LATENT_FLAG, Host, Runtime, layer_runtime, step_of
+from .runtime import LATENT_FLAG, Host, Runtime, layer_runtime
 
 ITSELF = "{name} computes prefill without a prefill backend{remedy}"
 REMEDIES = {"AMX_MLA": ": add --attention-backend CPU_MLA"}
@@ -283,21 +283,11 @@ def _announce(backend: Any) -> None:
     if not runtime.surveyed:
         size = backend.qk_nope_head_dim + backend.qk_rope_head_dim
         heads = Heads(backend.num_heads, backend.num_heads, size, runtime.model.first_head, backend.v_head_dim)
-        model, least, most = config.model_config, runtime.options.min_query, 1 + drafted(config)
-        ask = partial(
-            dense_reason,
-            runtime.session.route,
-            heads=heads,
-            dtype=model.dtype,
-            device=torch.device(current_platform.device_type),
-            keys=int(model.max_model_len),
-            min_query=least,
-            step=step_of(config, runtime.options),
-            bound=bound_of(runtime),
-        )
+        device, least, most = torch.device(current_platform.device_type), runtime.options.min_query, 1 + drafted(config)
         short = SHORT.format(least=least, most=most) if least <= most else None
         layers = [layer_of(one) for _, one in served(runtime, config, MLAAttention)]
-        survey(runtime, config, [(one.index, short or ask(one)) for one in layers])
+        reasons = [(one.index, short or reason_of(runtime, config, one, heads, device)) for one in layers]
+        survey(runtime, config, reasons)
 
 
 def _nothing(common: Any) -> None:

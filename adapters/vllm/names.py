@@ -124,7 +124,7 @@ class Names:
     @classmethod
     def of_nobody(cls) -> Names:
         """No runner, no names."""
-        return cls(_nobody)
+        return cls(lambda: None)
 
     def objection(self) -> str | None:
         """Reason for which nobody will know what requests ask for, or None."""
@@ -205,7 +205,3 @@ def drafting() -> bool:
 
 def _halves(runner: Any) -> bool:
     return bool(getattr(getattr(runner, "parallel_config", None), "use_ubatching", False))
-
-
-def _nobody() -> None:
-    return None

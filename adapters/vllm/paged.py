@@ -17,11 +17,11 @@ from torch import Tensor
 from sparseprefill.pages import Pages
 
 from .pages import pages_of
-from .runtime import NAME, Host
-from .shared import SparseImpl
+from .runtime import NAME
+from .shared import SparseBackend, SparseImpl
 
 
-class PagedBackend(Host):
+class PagedBackend(SparseBackend):
     """The backend that ``--attention-backend CUSTOM`` selects: mixed into the host's class, ahead of it."""
 
     @staticmethod

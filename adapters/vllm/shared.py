@@ -24,6 +24,23 @@ from .plan import plan
 from .runtime import Host, layer_runtime, runtime_of
 
 
+class SparseBackend(Host):
+    """Names vLLM's two classes of a backend: impl, the attention of one layer; builder, the metadata of one step."""
+
+    impl: ClassVar[Any]
+    builder: ClassVar[Any]
+
+    @classmethod
+    def get_impl_cls(cls) -> Any:
+        """The attention of one layer."""
+        return cls.impl
+
+    @classmethod
+    def get_builder_cls(cls) -> Any:
+        """The metadata of one step."""
+        return cls.builder
+
+
 class SparseImpl(Host):
     """Attention of one layer: runs the parts of a batch; everything else is the host's.
 

@@ -23,20 +23,6 @@ from .shared import SparseBuilder
 STOCK = "TRITON_ATTN"
 
 
-class SparseTritonBackend(PagedBackend, TritonAttentionBackend):
-    """On vLLM's Triton attention."""
-
-    @staticmethod
-    def get_impl_cls() -> type[SparseTritonImpl]:
-        """The attention of one layer."""
-        return SparseTritonImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[SparseTritonBuilder]:
-        """The metadata of one step."""
-        return SparseTritonBuilder
-
-
 @dataclass
 class SparseTritonMetadata(TritonAttentionMetadata):
     """parts: of a batch with requests that run sparse. A field, so that vLLM's copies of metadata keep it."""
@@ -57,3 +43,9 @@ class SparseTritonImpl(PagedImpl, TritonAttentionImpl):
 
     host_name = STOCK
     slow = True  # TRITON_ATTN has a seventh of cuDNN's speed on a long prompt
+
+
+class SparseTritonBackend(PagedBackend, TritonAttentionBackend):
+    """On vLLM's Triton attention."""
+
+    impl, builder = SparseTritonImpl, SparseTritonBuilder
