@@ -89,7 +89,8 @@ def candidates(
     """
     rng = random.Random(0)
     columns = []
-    for method in sorted(methods, key=_promise):
+    places = {name: place for place, name in enumerate(PROMISING)}
+    for method in sorted(methods, key=lambda one: places.get(one.name, len(places))):
         given, tried = dict((fixed or {}).get(method.name, {})), (values or {}).get(method.name, {})
         method.configure(given)
         searched = {*method.search, *tried} - set(given)
@@ -97,7 +98,3 @@ def candidates(
         rng.shuffle(own)
         columns.append([Candidate(method, one) for one in [given, *own]])
     return [one for one in chain.from_iterable(zip_longest(*columns)) if one is not None]
-
-
-def _promise(method: Method) -> int:
-    return PROMISING.index(method.name) if method.name in PROMISING else len(PROMISING)

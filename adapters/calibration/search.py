@@ -226,7 +226,7 @@ class Searcher:
             ends = self._ends(began, index)
             if index and not self._in_time():
                 return
-            self._read_stock(prompts)
+            self._stock += [self.readings.stock(index) for index in range(len(self._stock), prompts)]
             read: list[Trial] = []
             for one in left:
                 if read and ends is not None and self.now() >= ends:
@@ -270,9 +270,6 @@ class Searcher:
             return None
         last = rung == len(self.rungs) - 1
         return self.until if last or rung >= len(SHARES) else began + SHARES[rung] * (self.until - began)
-
-    def _read_stock(self, prompts: int) -> None:
-        self._stock += [self.readings.stock(index) for index in range(len(self._stock), prompts)]
 
     def _read(self, trial: Trial, prompts: int) -> Trial:
         """The trial on so many prompts; one that failed reads no more."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -277,12 +277,7 @@ def _counted(model: Any, progress: Callable[[int, int], None]) -> Iterator[None]
     decoder = model.get_decoder() if callable(getattr(model, "get_decoder", None)) else model
     layers = getattr(decoder, "layers", None) or []
     progress(0, max(1, len(layers)))
-    hooks = [
-        layer.register_forward_hook(lambda *_, done=done: progress(done, len(layers)))
-        for done, layer in enumerate(layers, start=1)
-    ]
-    try:
+    with ExitStack() as hooks:
+        for done, layer in enumerate(layers, start=1):
+            hooks.enter_context(layer.register_forward_hook(lambda *_, done=done: progress(done, len(layers))))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()

@@ -83,11 +83,12 @@ def tokenized(texts: Iterable[Text], tokenizer: Any, tokens: int | None = None) 
 
 
 def spans_of(
-    text: str, places: Sequence[tuple[str, int, int]], tokenizer: Any
+    text: str, places: Sequence[tuple[str, int, int]], tokenizer: Any, *, start: bool = True
 ) -> tuple[tuple[int, ...], tuple[Span, ...]]:
     """The tokens of a text, and which of them are the answers at some places: family, first character, one behind.
 
-    A token that holds the space before an answer belongs to it. Raises ParameterError where the tokenizer does not say
+    A token that holds the space before an answer belongs to it. start: whether the tokens that begin and end a text
+    come with it. Raises ParameterError where the tokenizer does not say
     which characters a token stands for, or joins an answer with other text.
     """
     if not places:
@@ -95,7 +96,7 @@ def spans_of(
     if not getattr(tokenizer, "is_fast", False):
         name = type(tokenizer).__name__
         raise ParameterError(f"tokenizer is {name}, which does not say where its tokens stand: pass a fast one")
-    read = tokenizer(text, return_offsets_mapping=True)
+    read = tokenizer(text, add_special_tokens=start, return_offsets_mapping=True)
     ends = [last for _, last in read["offset_mapping"]]
     spans = []
     for family, first, last in places:

@@ -132,12 +132,9 @@ class Reader:
         Only the hidden states of the rows are kept; logits are made of them when they are asked for.
         """
         found: list[Any] = []
-        hook = self.decoder.register_forward_hook(lambda _, given, out: found.append(out))
         behind = {} if cache is None else {"past_key_values": cache}
-        try:
+        with self.decoder.register_forward_hook(lambda _, given, out: found.append(out)):
             out = self._run(ids, 1, use_cache=True, **behind)
-        finally:
-            hook.remove()
         cache = getattr(out, "past_key_values", None)
         if cache is None:
             name = type(self.model).__name__

@@ -49,6 +49,8 @@ FORMS = (
     '{{"name": "{key}", "id": {value}}}',
 )
 """Wording of facts: prose, a setting, a comment, a record."""
+Fact = tuple[tuple[int, ...], tuple[Span, ...]]
+"""The tokens of a line, and which of them are its value."""
 _SIZES = ("small", "large", "heavy", "light", "round", "narrow", "hollow", "folding")
 _COLOURS = ("red", "green", "violet", "orange", "silver", "purple", "yellow", "brown")
 _THINGS = ("lantern", "kettle", "compass", "ladder", "violin", "anchor", "basket", "hammer", "mirror", "saddle")
@@ -99,38 +101,19 @@ def share_of(most: int, tokens: int) -> int:
     return 0 if tokens < SHORTEST else min(most, tokens // EACH * most // COPIES)
 
 
-@frozen
-class _Fact:
-    """The tokens of a line, and which of them are its value."""
-
-    ids: tuple[int, ...]
-    value: Span
-
-
-def _facts(rng: random.Random, tokenizer: Any, tokens: int, most: int) -> list[_Fact]:
+def _facts(rng: random.Random, tokenizer: Any, tokens: int, most: int) -> list[Fact]:
     keys = [f"{a} {b} {c}" for a in _SIZES for b in _COLOURS for c in _THINGS]
     made = []
     for index, key in enumerate(rng.sample(keys, share_of(most, tokens))):
         value = str(rng.randrange(10**6, 10**7))
         line = "\n" + FORMS[index % len(FORMS)].format(key=key, value=value) + "\n"
         first = line.rindex(value)
-        ids, (span,) = spans_of(line, [("facts", first, first + len(value))], _plain(tokenizer))
-        made.append(_Fact(ids, span))
+        made.append(spans_of(line, [("facts", first, first + len(value))], tokenizer, start=False))
     return made
 
 
-def _plain(tokenizer: Any) -> Any:
-    """The tokenizer without the tokens that begin and end a text."""
-
-    def read(text: str, **more: Any) -> Any:
-        return tokenizer(text, add_special_tokens=False, **more)
-
-    read.is_fast = getattr(tokenizer, "is_fast", False)  # type: ignore[attr-defined]
-    return read
-
-
 def _restated(
-    prompt: Prompt, facts: Sequence[_Fact], rng: random.Random, most: int | None, copies: int = COPIES
+    prompt: Prompt, facts: Sequence[Fact], rng: random.Random, most: int | None, copies: int = COPIES
 ) -> Prompt:
     """The prompt with facts, which stand in it twice, and with passages of its own again, each far below the first.
 
@@ -138,7 +121,7 @@ def _restated(
     """
     whole = len(prompt.ids)
     passages = share_of(copies, whole)
-    added = passages * LENGTH + 2 * sum(len(one.ids) for one in facts)
+    added = passages * LENGTH + 2 * sum(len(line) for line, _ in facts)
     cut = whole - END - (0 if most is None else max(0, whole + added - most))
     if not passages or cut - FAR - LENGTH < (passages + 1) * LENGTH:
         return prompt
@@ -157,9 +140,9 @@ def _restated(
     put: list[_Put] = []
     for first, last in sources:
         put.append(_Put(place(last + FAR), ids[first:last], Span("copies", CUE, LENGTH)))
-    for fact in facts:
+    for line, (value,) in facts:
         first = place(1, cut - FAR - 2 * LENGTH)
-        put += [_Put(first, fact.ids), _Put(place(first + FAR), fact.ids, fact.value)]
+        put += [_Put(first, line), _Put(place(first + FAR), line, value)]
     put.sort(key=lambda one: one.at)
     made: list[int] = []
     spans: list[Span] = []

@@ -51,12 +51,12 @@ class Handle(Attachment):
                 model = self.model
                 self.reader = None if self.last is None or model is None else Reader.of(model, decoder)
                 self.hooks = self.hooks or install(self, decoder)
-                switch.take(self, name)
+                switch.take(self, decoder, name)
             except BaseException:
                 self.switch = switch
                 self.end()
                 raise
-            self.begin(name, switch)
+            self.begin(decoder, name, switch)
 
     def detach(self) -> None:
         """Restore the model: new forwards are its own. Further calls do nothing.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,25 +59,22 @@ class Reader:
 @contextmanager
 def _listening(model: Any, added: Added | None) -> Iterator[None]:
     """Tells `added` of each attention module, while the model reads, what it is given and what it adds."""
-    hooks = []
     decoder = find_decoder(model)
-    for name, module in decoder.named_modules() if added else ():
-        layer = getattr(module, "layer_idx", None)
-        if "Attention" not in type(module).__name__ or not isinstance(layer, int):
-            continue
-        owner = decoder.get_submodule(name.rpartition(".")[0])
-        given: list[Tensor] = []
+    with ExitStack() as hooks:
+        for name, module in decoder.named_modules() if added else ():
+            layer = getattr(module, "layer_idx", None)
+            if "Attention" not in type(module).__name__ or not isinstance(layer, int):
+                continue
+            owner = decoder.get_submodule(name.rpartition(".")[0])
+            given: list[Tensor] = []
 
-        def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor] = given) -> None:
-            given[:] = [args[0] if args else kwargs["hidden_states"]]
+            def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor] = given) -> None:
+                given[:] = [args[0] if args else kwargs["hidden_states"]]
 
-        def after(_: Any, args: tuple[Any, ...], output: Any, layer: int = layer, given: list[Tensor] = given) -> None:
-            if added is not None:
-                added(layer, given[0], output[0] if isinstance(output, tuple) else output)
+            def after(_: Any, args: Any, output: Any, layer: int = layer, given: list[Tensor] = given) -> None:
+                if added is not None:
+                    added(layer, given[0], output[0] if isinstance(output, tuple) else output)
 
-        hooks += [owner.register_forward_pre_hook(before, with_kwargs=True), module.register_forward_hook(after)]
-    try:
+            hooks.enter_context(owner.register_forward_pre_hook(before, with_kwargs=True))
+            hooks.enter_context(module.register_forward_hook(after))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()

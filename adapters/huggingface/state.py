@@ -200,14 +200,12 @@ class Attachment:
         """True if a hook speaks of the attached decoder, and not of a shallow copy of it."""
         return module is self._decoder()
 
-    def begin(self, name: str, switch: Switch) -> None:
+    def begin(self, decoder: PreTrainedModel, name: str, switch: Switch) -> None:
         """Take forwards from now on: the decoder is hooked and switched."""
         global _bound
-        decoder = self.decoder
-        if decoder is not None:
-            self._modules = weakref.WeakSet(decoder.modules())
-            self._places = Place.all_of(decoder)
-            self.configs, self.trained = configurations(decoder), trained_length(decoder)
+        self._modules = weakref.WeakSet(decoder.modules())
+        self._places = Place.all_of(decoder)
+        self.configs, self.trained = configurations(decoder), trained_length(decoder)
         self.name, self.switch, self.active = name, switch, True
         self._told = Kinds()
         _bound = (*(ref for ref in _bound if ref() not in (None, self)), weakref.ref(self))

@@ -90,11 +90,8 @@ class Switch:
                 _switches.add(found)
             return found
 
-    def take(self, user: User, name: str) -> None:
+    def take(self, user: User, decoder: PreTrainedModel, name: str) -> None:
         """Switch the decoder to `name`. Raises AttachError if it does not take it."""
-        decoder = self._decoder()
-        if decoder is None:
-            raise AttachError("the model is gone: nothing holds it any more; load it again and attach that")
         known = {id(config): before for config, before in self._before}
         found = implementations(decoder)
         self._before = [(c, known.get(id(c), named_before(value)) if is_ours(value) else value) for c, value in found]

@@ -227,7 +227,7 @@ class Ranks:
         return f"{behind} (it answers, but began {min(counts)} collectives and others {max(counts)})"
 
     def _stored(self, ask: Callable[[], T]) -> T:
-        """What the store answers; RankError where it is gone."""
+        """The answer of the store; RankError where it is gone."""
         try:
             return ask()
         except RuntimeError as error:
