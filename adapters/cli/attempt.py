@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from json import dumps
 from math import ceil
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -24,11 +25,10 @@ from .group import CommandError, Stop, check_writable
 if TYPE_CHECKING:
     from ..calibration.search import Search, Trial
     from ..evaluation.clock import SideBySide
-    from ..evaluation.outcome import Summary
     from ..evaluation.prompts import Prompt, Text
     from .progress import Bars
     from .searched import Run
-    from .setup import Place, Source
+    from .setup import Source
 
 KL = 0.02
 """Mean KL(dense || sparse) that a setting may have, in nats, unless told otherwise."""
@@ -49,10 +49,7 @@ ROUNDS = {"cpu": 3, "cuda": 5}
 
 def try_(
     model: options.OneModel,
-    text: Annotated[
-        Path | None,
-        typer.Option(help="A text file, JSONL with `prompt` or `messages`, or a folder; by default built-in texts."),
-    ] = None,
+    text: options.Prompts = None,
     seconds: Annotated[
         float, typer.Option(min=1.0, callback=options.finite, help="Time for all of it, the loading left out.")
     ] = 300.0,
@@ -137,7 +134,7 @@ def try_(
             f"{len(prompts)} texts of {length:,} tokens, {len(methods)} methods; about {seconds:.0f} s, and a reading "
             "that has begun is finished"
         )
-        readings = ModelReadings(loaded, identity, prompts, evolve(SIZES, every=EVERY[_kind(place)]), TAIL)
+        readings = ModelReadings(loaded, identity, prompts, evolve(SIZES, every=EVERY[place.kind]), TAIL)
         searcher = Searcher(length, candidates(methods), readings, target, "seconds", until=began + SEARCH * seconds)
         told: set[str] = set()
         with Stop() as stop, shown.contender(f"{length:,} tokens") as progress:
@@ -156,7 +153,7 @@ def try_(
                 for one in _timed(loaded, prompts[0], run, found.chosen, until, shown):
                     times.append(one)  # Ctrl-C keeps those that are there
     passed = time.monotonic() - began
-    doubt = starved(time.process_time() - spent, passed) if _kind(place) == "cpu" else ""
+    doubt = starved(time.process_time() - spent, passed) if place.kind == "cpu" else ""
     result = Verdict(run, found, tuple(times), passed, doubt)
     if result.gains:
         run.dense_below = result.below or 0
@@ -218,7 +215,6 @@ class Verdict:
         """All of it, as plain data."""
         from .searched import as_json
 
-        facts = as_json(self.found)
         return {
             "dense": not self.gains,
             "dense_below": self.below,
@@ -228,7 +224,7 @@ class Verdict:
             "profile": str(self.run.output) if self.gains else None,
             "times": [one.figures for one in self.times],
             "took": self.seconds,
-            "search": facts,
+            "search": as_json(self.found),
         }
 
     @property
@@ -259,34 +255,26 @@ class Verdict:
                 made.append(min(own, key=lambda one: (bool(one.error), -len(one.outcomes), one.shortfall)))
         return made
 
-    def _enough(self) -> list[Trial]:
-        """The trials that keep enough, whatever they cost."""
-        return [one for one in self.found.trials if not one.error and one.shortfall <= 1.0]
-
     def _chosen(self) -> list[str]:
         """The choice in words, or the reason for none."""
-        from ..evaluation.outcome import Summary
-        from .searched import setting
+        from .searched import named
 
         chosen, near, tokens = self.found.chosen, self.found.nearest, self.found.tokens
         if chosen is None:
-            enough = min(self._enough(), key=lambda one: one.cost("seconds"), default=None)
+            keeping = [one for one in self.found.trials if not one.error and one.shortfall <= 1.0]
+            enough = min(keeping, key=lambda one: one.cost("seconds"), default=None)
             if enough is not None:
-                dense = Summary.of(self.found.stock[: len(enough.outcomes)], 0)
-                name, one = f"{enough.candidate.name} ({setting(enough)})", Summary.of(enough.outcomes, 0)
+                dense = fmean(one.seconds for one in self.found.stock[: len(enough.outcomes)])
                 return [
-                    f"Stay dense up to {tokens:,} tokens: {name} keeps enough ({_kept(one)}), but a prefill takes "
-                    f"{one.seconds / one.prompts:.2f} s, and {dense.seconds / dense.prompts:.2f} s dense.",
+                    f"Stay dense up to {tokens:,} tokens: {named(enough)} keeps enough ({_kept(enough)}), but a "
+                    f"prefill takes {enough.cost('seconds'):.2f} s, and {dense:.2f} s dense.",
                     LONGER,
                 ]
             made = [f"Stay dense: {self.found.reason}."]
             if near is not None:
-                name = f"{near.candidate.name} ({setting(near)})"
-                kept = _kept(Summary.of(near.outcomes, 0))
-                made.append(f"The nearest was {name}: {kept}. To accept as much, pass --copies and --kl.")
+                made.append(f"The nearest was {named(near)}: {_kept(near)}. To accept as much, pass --copies and --kl.")
             return made
-        name = f"{chosen.candidate.name} ({setting(chosen)})"
-        kept = _kept(Summary.of(chosen.outcomes, 0))
+        name, kept = named(chosen), _kept(chosen)
         first = self.times[0] if self.times else None
         if first is None:
             return [f"{name} was found, and could not be timed: {kept}."]
@@ -334,8 +322,7 @@ class Verdict:
 
 def _tell(found: Search, told: set[str], shown: Bars) -> None:
     """A line for those who wait: one for dense attention, and one for each method, at its first setting."""
-    from ..evaluation.outcome import Summary
-    from .searched import setting
+    from .searched import named
 
     if found.stock and "" not in told:
         told.add("")
@@ -343,23 +330,20 @@ def _tell(found: Search, told: set[str], shown: Bars) -> None:
     for one in found.trials:
         if one.candidate.name not in told:
             told.add(one.candidate.name)
-            name = f"{one.candidate.name} ({setting(one)})"
-            what = one.error or f"{_kept(Summary.of(one.outcomes, 0))}; {one.cost('seconds'):.2f} s a prefill"
-            shown.finished(f"{name}: {what}")
+            what = one.error or f"{_kept(one)}; {one.cost('seconds'):.2f} s a prefill"
+            shown.finished(f"{named(one)}: {what}")
 
 
-def _kept(one: Summary) -> str:
+def _kept(trial: Trial) -> str:
     """A setting's pairs, and the answers that it keeps, in words."""
-    parts = []
+    from ..evaluation.outcome import Summary
+
+    one, parts = Summary.of(trial.outcomes, 0), []
     if one.copies.telling:
         parts.append(f"it copies {one.copies.right:,} of the {one.copies.dense:,} tokens that dense attention copies")
     if one.inside is not None:
         parts.append(f"its next tokens are {one.inside.kl:.4f} nats (KL) from dense attention's, inside the prompt")
     return ", ".join([*parts, f"and it computes {one.density:.0%} of the pairs"])
-
-
-def _kind(place: Place) -> str:
-    return "cpu" if place.device.type == "cpu" else "cuda"
 
 
 def _longest(texts: Sequence[Text] | None, source: Source, tokens: int | None, greedy: int) -> int:
@@ -416,7 +400,7 @@ def _timed(model: Any, prompt: Prompt, run: Run, chosen: Trial, until: float, sh
     from ..evaluation.clock import side_by_side
 
     contender = chosen.candidate.contender(run.identity, TAIL)
-    rounds = ROUNDS[_kind(run.place)]
+    rounds = ROUNDS[run.place.kind]
     length = len(prompt.ids)
     with shown.contender("in turns with dense attention") as progress:
         while length >= LEAST and (length == len(prompt.ids) or time.monotonic() < until):

@@ -17,9 +17,9 @@ from .group import CommandError, Stop, check_writable
 if TYPE_CHECKING:
     from sparseprefill.registry import Registry
 
-    from ..evaluation.outcome import Contender, Outcome
+    from ..evaluation.outcome import Outcome
     from ..evaluation.prompts import Prompt, Text
-    from .setup import Place, Source
+    from .setup import Source
 
 BUILT_IN = 4096
 """Tokens of a built-in prompt unless told otherwise."""
@@ -70,6 +70,7 @@ def compare(
     from sparseprefill.registry import default_registry
 
     from ..evaluation.comparison import check_length, outcomes
+    from ..evaluation.outcome import Contender
     from ..evaluation.reading import Sizes
     from . import page, results
     from . import picture as pictures
@@ -84,7 +85,8 @@ def compare(
         registry, names, settings or (), model, tail, recall_floor, config or (), profile or ()
     )
     place = Place.of(device, dtype.value, threads)
-    compared += _rounding(registry, place, tail) if options.DENSE not in names else []
+    if options.DENSE not in names and place.dtype.itemsize == 2:  # how far 16 bits alone move next tokens
+        compared.append(Contender(options.DENSE, registry.build(options.DENSE), {}, tail))
     repeats = repeats or (1 if place.device.type == "cpu" else 3)
     sizes = Sizes(tail=held_back, greedy=greedy, rows=rows, repeats=repeats)
     found: list[Outcome] = []
@@ -118,14 +120,6 @@ def compare(
         render.note(f"{name} is left out: {reason}")
     render.broken(registry)
     stop.end(len(found), readings, "readings", failed=any(one.error for one in found))
-
-
-def _rounding(registry: Registry, place: Place, tail: int) -> list[Contender]:
-    """The contender that shows how far 16 bits alone move next tokens: every key, by another kernel than the model's
-    own."""
-    from ..evaluation.outcome import Contender
-
-    return [Contender(options.DENSE, registry.build(options.DENSE), {}, tail)] if place.dtype.itemsize == 2 else []
 
 
 def _names(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated
@@ -113,7 +114,7 @@ def fit(
         source = Source.of(model, place, device_map)
         sizes = evolve(SIZES, repeats=1 if place.device.type == "cpu" or cost == "density" else 3)
         groups = _prompts(prompts, texts, source, tokens or (), count, sizes.greedy, seed, as_is=as_is)
-        for one in (one for own in groups.values() for one in own):
+        for one in chain.from_iterable(groups.values()):
             check_length(one, sizes)
         loaded = source.load()
         identity = identity_of(loaded, model)
@@ -163,7 +164,7 @@ def _prompts(
     if lengths:
         source.check_greedy(f"--tokens {lengths[-1]}: prompts have so many tokens", lengths[-1], greedy)
     if texts is None:
-        usual = TOKENS["cpu" if source.place.device.type == "cpu" else "cuda"]
+        usual = TOKENS[source.place.kind]
         lengths = lengths or [one for one in usual if room is None or one <= room] or [room or usual[0]]
         return {length: built_in(tokenizer, length, count, seed) for length in lengths}
     if lengths:

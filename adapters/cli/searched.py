@@ -264,14 +264,18 @@ def _missed(search: Search) -> list[str]:
     if search.chosen is None:
         miss = f"{where} {search.reason}; calls of this length run dense"
         if near is not None:
-            miss += f"; the nearest was {near.candidate.name} ({setting(near)})"
-            miss += f", at {near.shortfall:.1f} times what the target allows"
+            miss += f"; the nearest was {named(near)}, at {near.shortfall:.1f} times what the target allows"
         made.append(miss)
     elif len(search.chosen.outcomes) < search.prompts:
         made.append(f"{where} stopped early, chosen on {len(search.chosen.outcomes)} of {search.prompts} prompts")
     if search.untried:
         made.append(f"{where} there was no time for {search.untried} more settings")
     return made
+
+
+def named(trial: Trial) -> str:
+    """Method and setting of a trial, in words."""
+    return f"{trial.candidate.name} ({setting(trial)})"
 
 
 def setting(trial: Trial) -> str:

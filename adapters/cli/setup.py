@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from attrs import evolve, frozen
@@ -42,6 +42,11 @@ class Place:
         threads = "thread" if self.threads == 1 else "threads"
         where = f"{self.device} ({self.threads} {threads})" if self.device.type == "cpu" else str(self.device)
         return f"{where}, {self.dtype_name}"
+
+    @property
+    def kind(self) -> Literal["cpu", "cuda"]:
+        """The kind of device that defaults go by."""
+        return "cpu" if self.device.type == "cpu" else "cuda"
 
     @property
     def dtype_name(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from statistics import quantiles
 from typing import Any
 
 from attrs import asdict, frozen
@@ -225,14 +226,11 @@ def rows(run: Run, reference: Run | None = None) -> list[Row]:
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:
-    """The value below which a share of them lie, between neighbours in a straight line; None of none."""
-    if not values:
-        return None
-    found = sorted(values)
-    at = share * (len(found) - 1)
-    low = int(at)
-    high = min(low + 1, len(found) - 1)
-    return found[low] + (at - low) * (found[high] - found[low])
+    """The value below which a share of them lie, in whole percents, between neighbours in a straight line; None of
+    none."""
+    if len(values) < 2:
+        return next(iter(values), None)
+    return quantiles(values, n=100, method="inclusive")[round(100 * share) - 1]
 
 
 def _right(asked: Sequence[Asked], kind: str) -> Share:
