@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from attrs import NOTHING, asdict, evolve, fields_dict
 
@@ -18,9 +18,7 @@ from . import render
 from .catalog import worded
 from .options import DENSE
 from .render import Column, Item, Table
-
-if TYPE_CHECKING:
-    from .setup import Place
+from .setup import Place
 
 NOTES = (
     "KL, 99 %, NLL, same: KL(dense || sparse) of the next token in nats, its mean and 99th percentile, the text's own "

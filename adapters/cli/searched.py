@@ -6,12 +6,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from attrs import define, field
 
 from sparseprefill import structure
+from sparseprefill.breakeven.table import BreakEven
 from sparseprefill.errors import SparsePrefillError
+from sparseprefill.method import Method
+from sparseprefill.profiles.identity import ModelIdentity
 from sparseprefill.profiles.profile import Profile
 from sparseprefill.registry import default_registry
 
@@ -20,21 +23,15 @@ from ..calibration.fit import break_even, described, figures, ranges, versions
 from ..calibration.measure import Clock
 from ..calibration.search import By, Readings, Search, Searcher, Target, Trial
 from ..evaluation.outcome import Summary
+from ..evaluation.prompts import Prompt
 from . import render
 from .catalog import DEFAULTS, worded
 from .group import Stop, write
 from .options import changes, floored, suited
+from .progress import Bars
 from .render import Column, Table
 from .results import measured
-
-if TYPE_CHECKING:
-    from sparseprefill.breakeven.table import BreakEven
-    from sparseprefill.method import Method
-    from sparseprefill.profiles.identity import ModelIdentity
-
-    from ..evaluation.prompts import Prompt
-    from .progress import Bars
-    from .setup import Place
+from .setup import Place
 
 SAMPLED = 4096
 """Tokens of the prompts that tables are made from, at most."""

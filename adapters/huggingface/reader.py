@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from attrs import frozen
 from torch import Tensor
 
+from sparseprefill.call import AttentionCall
+from sparseprefill.pipeline import Pipeline
+from sparseprefill.plan import Result
+from sparseprefill.profiles.identity import ModelIdentity
+
 from .api import attach
 from .inspection import find_decoder
-
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
-    from sparseprefill.pipeline import Pipeline
-    from sparseprefill.plan import Result
-    from sparseprefill.profiles.identity import ModelIdentity
 
 Added = Callable[[int, Tensor, Tensor], None]
 

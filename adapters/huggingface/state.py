@@ -16,7 +16,7 @@ from collections.abc import Hashable, Iterable, Iterator
 from contextvars import ContextVar
 from traceback import walk_stack
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -31,9 +31,7 @@ from ..session.session import Fallback, Prefill, Session
 from .inspection import configurations, trained_length
 from .masks import Compact, MaskFunction
 from .switch import LOCK, Switch, named_before
-
-if TYPE_CHECKING:
-    from .unread import Reader
+from .unread import Reader
 
 log = logging.getLogger(__name__)
 _current: ContextVar[Forward | None] = ContextVar("sparseprefill_forward", default=None)

@@ -9,19 +9,17 @@ import logging
 import re
 from collections import Counter
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from attrs import define, field, frozen
 
+from sparseprefill.call import AttentionCall
+from sparseprefill.plan import Result
+
 from ..session.ledger import Uncounted
+from ..session.session import Session
+from ..session.watch import CallRecall
 from .summary import Kind, Summary
-
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
-    from sparseprefill.plan import Result
-
-    from ..session.session import Session
-    from ..session.watch import CallRecall
 
 NUMBER = re.compile(r"(?<![\w.])\d+(\.\d+)?")
 """Lengths and the like in a reason: left out, since each text of a label is a time series of its own."""

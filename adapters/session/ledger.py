@@ -5,22 +5,18 @@ from __future__ import annotations
 import math
 from collections import Counter
 from functools import reduce
-from typing import TYPE_CHECKING
 
 import torch
 from attrs import define, evolve, field, frozen
+from torch import Tensor
 
 from sparseprefill.mask.count import allowed_pairs
+from sparseprefill.mask.geometry import Geometry
+from sparseprefill.mask.mask import SparseMask
+from sparseprefill.plan import Result, Rounding
 
 from .kinds import Kinds
 from .report import LayerRecall, LayerReport, Mode
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from sparseprefill.mask.geometry import Geometry
-    from sparseprefill.mask.mask import SparseMask
-    from sparseprefill.plan import Result, Rounding
 
 
 @frozen(eq=False)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
 from attrs import frozen
 
 from sparseprefill.call import AttentionCall, resized
 from sparseprefill.errors import UnsupportedCallError
-
-if TYPE_CHECKING:
-    from sparseprefill.route import Route
+from sparseprefill.route import Route
 
 LONGEST = 1 << 20
 """Tokens up to which calls are tried; a round guess that no prompt of today passes."""

@@ -7,21 +7,18 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from attrs import define, evolve, field, frozen
 from torch import Tensor
 
+from sparseprefill.call import AttentionCall
 from sparseprefill.metrics import watched_recall
+from sparseprefill.plan import Result
 from sparseprefill.refiners.recall import SLACK
 
 from .ledger import Uncounted, recording
 from .report import LayerRecall
-
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
-    from sparseprefill.plan import Result
 
 RECALL_EVERY = 100
 """Prefills of which one is measured, by default."""

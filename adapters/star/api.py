@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from attrs import define, field
 from torch import Tensor
 
@@ -29,9 +30,6 @@ from .options import SameScores, check_options, check_scores, seeded, shown, sto
 from .ranks import Ranks
 from .tokens import Rows, digest, rows_of
 from .watch import Watch
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 
 class Star:

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
+from sparseprefill.call import AttentionCall
 from sparseprefill.errors import InvalidCallError
 from sparseprefill.executors.dense import dense
+from sparseprefill.stages import SparseExecutor
 
-from .exchange import exchange, join, pack
+from .anchor import Keys
+from .exchange import Exchange, exchange, join, pack
 from .unmasked import attend_rows
-
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
-    from sparseprefill.stages import SparseExecutor
-
-    from .anchor import Keys
-    from .exchange import Exchange
 
 
 @frozen(eq=False)

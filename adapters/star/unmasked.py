@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from attrs import evolve
 from torch import Tensor
@@ -13,9 +11,7 @@ from sparseprefill.call import AttentionCall
 from sparseprefill.executors.dense import KERNELS
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.plan import Plan
-
-if TYPE_CHECKING:
-    from sparseprefill.stages import SparseExecutor
+from sparseprefill.stages import SparseExecutor
 
 MANY = 128
 """Query rows from which cuDNN is tried before FlashAttention-2, which divides the keys of few rows among programs."""
