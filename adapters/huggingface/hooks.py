@@ -95,7 +95,7 @@ def _named(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
 
 @eagerly
 def _open(attached: Attachment, requests: Requests, module: torch.nn.Module, named: dict[str, Any]) -> None:
-    if not attached.is_decoder(module):
+    if module is not attached.decoder:  # the hook of a shallow copy
         return
     if not attached.serves or _overruled(attached, module):
         attached.enter(Forward(attached, NOWHERE, stock=True, aside=owner_of(module) not in (None, attached)))
@@ -121,7 +121,7 @@ def _open(attached: Attachment, requests: Requests, module: torch.nn.Module, nam
 
 @eagerly
 def _close(attached: Attachment, requests: Requests, module: torch.nn.Module, output: Any) -> None:
-    if not attached.is_decoder(module):
+    if module is not attached.decoder:
         return
     forward = attached.leave()
     if forward is None or forward.stock or output is None:
@@ -159,7 +159,7 @@ def _made(output: Any) -> Any:
 
 @eagerly
 def _short(attached: Attachment, requests: Requests, module: torch.nn.Module, named: dict[str, Any]) -> None:
-    if not attached.is_decoder(module) or not attached.serves:
+    if module is not attached.decoder or not attached.serves:
         return
     attached.session.count_short()
     cache = cache_of(named)

@@ -194,10 +194,6 @@ class Attachment:
         """True if a sliding window is none: as wide as all that the model was made for, and as the keys that it has."""
         return self.trained is not None and mask.window is not None and mask.window >= max(self.trained, mask.used)
 
-    def is_decoder(self, module: torch.nn.Module) -> bool:
-        """True if a hook speaks of the attached decoder, and not of a shallow copy of it."""
-        return module is self._decoder()
-
     def begin(self, decoder: PreTrainedModel, name: str, switch: Switch) -> None:
         """Take forwards from now on: the decoder is hooked and switched."""
         global _bound
