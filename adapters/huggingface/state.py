@@ -306,7 +306,9 @@ class Forward:
         """True if it has ended, though no hook told so: torch calls none after a KeyboardInterrupt."""
         if not self.frame or self.thread is not threading.current_thread():
             return False
-        frame = next((one for one, _ in walk_stack(sys._getframe()) if id(one) == self.frame), None)
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and id(frame) != self.frame:  # each layer asks: `walk_stack` takes three times as long
+            frame = frame.f_back
         return frame is None or not _runs(frame, self.owner.decoder)
 
 
