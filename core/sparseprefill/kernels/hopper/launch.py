@@ -134,11 +134,6 @@ def better_copied(call: AttentionCall, mask: SparseMask) -> bool:
     return call.q.shape[2] * reads >= call.kv_len
 
 
-def objection_eight(call: AttentionCall, mask: SparseMask, wanted: Wanted) -> str | None:
-    """The same of the kernel in 8 bits."""
-    return objection(call, mask, wanted) or unrounded(call, mask)
-
-
 def unrounded(call: AttentionCall, mask: SparseMask) -> str | None:
     """Reason for which a call that the kernel serves is not done in 8 bits, or None. Sizes and features alone; no device is asked."""
     if call.q.shape[3] != TILE.value:
