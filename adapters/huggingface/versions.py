@@ -9,7 +9,7 @@ from functools import cache
 import torch
 import transformers
 
-TRIED = {"torch": ((2, 11), (2, 13)), "transformers": ((5, 16), (5, 24))}
+TRIED = {"torch": ((2, 11), (2, 14)), "transformers": ((5, 16), (5, 24))}
 """First and last of each, minor versions; see docs/huggingface.md for what ran with which."""
 VERSION = re.compile(r"(\d+)\.(\d+)")
 log = logging.getLogger(__name__)

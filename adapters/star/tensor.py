@@ -15,8 +15,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from sparseprefill.errors import AttachError
 
-WHOLE = {"replicated_with_grad_allreduce", "replicate", "replicated", "identity"}
-"""Styles that leave a weight whole."""
+WHOLE = {"replicated_with_grad_allreduce", "replicate", "replicated", "identity", "embedding_rowwise"}
+"""Styles that leave a weight whole, here: a table of embeddings, which the head may share, is not cut."""
 GATHERED = partial(ColwiseParallel, output_layouts=Replicate())
 STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
@@ -31,8 +31,8 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
 def shard(model: Any, mesh: Any) -> None:
     """Cut the model's weights by its plan (``config.base_model_tp_plan``) over a mesh of one dimension, in place.
 
-    Every rank holds the whole weights before and its part after. Raises AttachError for a model without a plan, with
-    styles other than columns and rows, or with heads that do not divide.
+    Every rank holds the whole weights before and its part after, with all of the embeddings. Raises AttachError for a
+    model without a plan, with styles other than columns and rows, or with heads that do not divide.
     """
     config, size = model.config.get_text_config(), mesh.size()
     for name in ("num_attention_heads", "num_key_value_heads"):

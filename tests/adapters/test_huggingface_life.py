@@ -517,7 +517,7 @@ except ImportError as error:
     [
         *(("transformers", version, True) for version in ("5.16.1", "5.19.0", "5.24.7")),
         *(("transformers", version, False) for version in ("5.15.1", "5.25.0", "6.0.0", "4.57.6", "unknown")),
-        *(("torch", version, True) for version in ("2.11.0+cu130", "2.13.0")),
+        *(("torch", version, True) for version in ("2.11.0+cu130", "2.13.0", "2.14.1")),
         *(("torch", version, False) for version in ("2.15.0", "2.14.1+cpu", "3.0.0a0+git1", "2.9.1")),
     ],
 )
@@ -538,7 +538,7 @@ def test_an_untested_version_is_logged_once_and_used(
             assert handle.active
     said = [record.getMessage() for record in caplog.records if "is untested" in record.getMessage()]
     assert len(said) == 2
-    assert "torch 2.99.0 is untested (tried: 2.11 to 2.13)" in said[0]
+    assert "torch 2.99.0 is untested (tried: 2.11 to 2.14)" in said[0]
     assert "transformers 5.99.0 is untested (tried: 5.16 to 5.24)" in said[1]
 
 

@@ -148,12 +148,12 @@ def embedded(rank: int, context: list[int], questions: list[list[int]], new: int
     return found
 
 
-def tensor(rank: int, parameters: dict[str, Any]) -> Any:
-    """Two copies of the weights, each shared by two ranks."""
+def tensor(rank: int, parameters: dict[str, Any], tied: bool) -> Any:
+    """Two copies of the weights, each shared by two ranks. tied: the head's weights are those of the embeddings."""
     from sparseprefill.adapters.star.tensor import shard
 
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("star", "tensor"))
-    model = build()
+    model = build(tie_word_embeddings=tied)
     shard(model, mesh["tensor"])
     star = Star(model, group=mesh["star"].get_group(), timeout=PATIENT, **parameters)
     context = star.encode([tokens(200)])

@@ -112,11 +112,13 @@ def count_with_rest(count: int) -> int:
     return count + 200 % 16
 
 
-@pytest.mark.parametrize("inside", [{}, {"inner": "streaming"}], ids=["dense", "streaming"])
-def test_weights_shared_by_two_ranks(inside: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("inside", "tied"), [({}, False), ({"inner": "streaming"}, True)], ids=["dense", "streaming, tied embeddings"]
+)
+def test_weights_shared_by_two_ranks(inside: dict[str, Any], tied: bool) -> None:
     parameters: dict[str, Any] = {"block_size": 32, "tile": 16, **inside}
-    ((logits, answer),) = alone(build(), tokens(200), QUESTIONS[:1], **parameters)
-    outcomes = world.shared(4).run(jobs.tensor, parameters)
+    ((logits, answer),) = alone(build(tie_word_embeddings=tied), tokens(200), QUESTIONS[:1], **parameters)
+    outcomes = world.shared(4).run(jobs.tensor, parameters, tied)
     assert [outcome.error for outcome in outcomes] == [""] * 4
     for outcome in outcomes:
         assert outcome.value["heads"] == 1

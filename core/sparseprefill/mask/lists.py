@@ -151,6 +151,10 @@ class IndexLists:
         keep.scatter_(-1, torch.where(inside, index, columns), True)
         return keep[..., :columns]
 
+    def own_map(self, columns: int) -> Tensor:
+        """bool ``[B, h, R, columns]``: that of one head where all have the same lists."""
+        return self.distinct.to_map(columns)
+
     def padded(self, width: int) -> tuple[Tensor, Tensor]:
         """The first `width` entries of each list: (bool is an entry, int64 index), both ``[B, H, R, width]``."""
         slot = torch.arange(width, device=self.counts.device)

@@ -132,7 +132,7 @@ class SparseMask:
         """The tiles as a map with rules, to which more can be added before lists are made."""
         if isinstance(self._tiles, TileMap):
             return self._tiles
-        keep = None if self._tiles is None else self._tiles.distinct.to_map(self.geometry.tile_columns(self.tile_k))
+        keep = None if self._tiles is None else self._tiles.own_map(self.geometry.tile_columns(self.tile_k))
         return TileMap(geometry=self.geometry, tile_q=self.tile_q, tile_k=self.tile_k, keep=keep)
 
     @property
