@@ -194,7 +194,8 @@ class Route(Runner):
 
         Those keys come from another request, such as a turn before, and nobody says how they were computed.
         """
-        if SHORT * start <= end:
+        prompt = call.prompt_lengths
+        if SHORT * start <= (max(prompt, end) if isinstance(prompt, int) else end):
             return None
         before = self._of_steps(call, 0, start, chunk or start)
         return None if before.worth else Verdict(False, reason=BEHIND.format(start=start, reason=before.reason))

@@ -159,6 +159,7 @@ def test_behind_what_another_request_ran_dense_nothing_runs_sparse(step: int, wo
     assert worth == (not choice.gated)
     assert worth == ("too short (judged for the 8,000 tokens before it" not in choice.dense)
     assert "" == route.choose(chunk(8000, 64000), sp.Memory(), step).dense  # an eighth binds nothing
+    assert "" == route.choose(chunk(2000, 10000, 64000), sp.Memory(), 8000).dense  # nor of the prompt to come
     memory = sp.Memory()  # of one request, whose own beginning is known
     assert "" == route.choose(chunk(0, 8000, 20000), memory, 20000).dense
     assert "" == route.choose(chunk(8000, 20000, 20000), memory, step).dense
