@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from attrs import evolve, field, frozen
@@ -40,7 +41,7 @@ class AutoExecutor:
             check_call(call)
         if call.q.device.type != "cuda":
             return CPU if call.q.device.type == "cpu" else REFERENCE
-        return self._triton()
+        return self._triton
 
     def unsupported(self, call: AttentionCall) -> str | None:
         """The chosen executor's objection."""
@@ -62,12 +63,13 @@ class AutoExecutor:
         """Run `execute` for each call; together where Triton serves all: see `TritonExecutor.execute_many`."""
         if not calls or not all(call.q.is_cuda for call in calls):
             return [self.execute(call, plan) for call, plan in zip(calls, plans, strict=True)]
-        return self._triton().execute_many(calls, plans)
+        return self._triton.execute_many(calls, plans)
 
     def accumulate(self, call: AttentionCall, plan: Plan) -> SoftmaxState:
         """The unnormalised state of one call, by the executor that `choose` names: see `SparseExecutor.accumulate`."""
         return self.choose(call).accumulate(call, plan)
 
+    @cached_property
     def _triton(self) -> TritonExecutor:
         from sparseprefill.executors.triton import TritonExecutor
 

@@ -21,6 +21,7 @@ from sparseprefill.adapters.cli.group import CommandError
 from sparseprefill.adapters.evaluation.prompts import Prompt
 from sparseprefill.adapters.evaluation.texts import built_in
 
+from lab.inside import inside
 from sparseprefill.profiles.table import Progress
 
 from .counters import pairs
@@ -208,24 +209,13 @@ class Measuring:
                     asked = [{"prompt_token_ids": list(prompt.ids)}]
                     said = engine.llm.generate(asked, sampling, use_tqdm=False)[0].prompt_logprobs[1:]
                 chosen = [max(one, key=lambda token: one[token].logprob) for one in said]
-                right = [a == b for a, b in zip(chosen, prompt.ids[1:], strict=True)]
                 lost = [-float(one[token].logprob) for one, token in zip(said, prompt.ids[1:], strict=True)]
-                copies = [i - 1 for span in prompt.copies for i in range(span.first, span.last)]
-                facts = [all(right[i - 1] for i in range(one.first, one.last)) for one in prompt.inside]
                 theirs = self._stock.setdefault((tokens, number), chosen)
                 yield Measured(
                     backend=name,
                     what=f"inside, {prompt.name}",
                     tokens=tokens,
-                    figures={
-                        "copies": sum(right[i] for i in copies),
-                        "of_copies": len(copies),
-                        "copies_nll": sum(lost[i] for i in copies) / len(copies) if copies else None,
-                        "facts": sum(facts),
-                        "of_facts": len(facts),
-                        "nll": sum(lost) / len(lost),
-                        "same": sum(a == b for a, b in zip(chosen, theirs, strict=True)) / len(chosen),
-                    },
+                    figures=inside(prompt, chosen, lost, theirs),
                     **watch.facts(),
                 )
 
