@@ -39,12 +39,19 @@ def run(
     """Fill `output` with the attention of `query`, both ``[tokens, Hq, D]``; False if the host shall do all of it.
 
     slow: whether the host's attention is, so that calls too small for the method run dense by the library's kernels.
-    Requests that run sparse share a launch where their calls allow it; each is counted and may fail by itself.
+    Requests that run sparse share a launch where their calls allow it; each is counted and may fail by itself. What a
+    gate found of a step's sizes in one layer holds for the next, and where it left all of a batch to the host, the host
+    computes that at once.
     No reason to stay dense is an error, nor is what a stage, a gate or a plugin raises; only a lost device is.
     """
     if layer.reason is not None:
         for part in parts:
             decline(runtime, layer, part, layer.reason)
+        return False
+    asked = [part for part in parts if part.row is not None]
+    if asked and all(part.small is not None for part in asked):
+        for part in asked:
+            _again(runtime, layer, part)
         return False
     waiting: list[tuple[Part, AttentionCall]] = []
 
@@ -61,7 +68,8 @@ def run(
             out.copy_(found[0].transpose(0, 1))
 
     for part in parts:
-        found = None if part.row is None else _call(runtime, layer, part, query[part.begin : part.end], read)
+        known = part.row is None or _again(runtime, layer, part)
+        found = None if known else _call(runtime, layer, part, query[part.begin : part.end], read)
         if found is None:
             fill(part, None)
             continue
@@ -128,7 +136,10 @@ def _output(
         raise outcome
     if isinstance(outcome, Fallback):
         _count(served, layer, part, outcome.reason)
-        return served.session.whole(call) if outcome.chosen and slow else None
+        if outcome.chosen and slow:
+            return served.session.whole(call)
+        part.small = outcome if outcome.small else None
+        return None
     wanted = (*call.q.shape[:3], call.value_dim)
     if outcome.out.shape != wanted:
         raise StageError(f"the output is {tuple(outcome.out.shape)}, and should be {wanted}")
@@ -136,6 +147,15 @@ def _output(
         part.chunk.sparse += 1
         _end(part.chunk)
     return outcome.out
+
+
+def _again(runtime: Runtime, layer: Layer, part: Part) -> bool:
+    """Record a part that a layer before left to the host for its sizes; False for any other."""
+    if part.row is None or part.small is None:
+        return False
+    served, shape = part.served or runtime.main, (1, part.end - part.begin, part.row.end)
+    _count(served, layer, part, served.session.again(layer.index, part.small, shape).reason)
+    return True
 
 
 def _fail(runtime: Runtime, layer: Layer, part: Part, error: Exception) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from attrs import define, field
 
-from ..session.session import Prefill
+from ..session.session import Fallback, Prefill
 from .requests import Row
 from .tally import Chunk, Served
 
@@ -17,7 +17,8 @@ class Part:
     """Requests `first` to `last` (exclusive) of a batch, whose query rows are `begin` to `end`.
 
     row, prefill, chunk: of the one request of a part that runs sparse; None for a part that the host computes. served:
-    what runs it. reason: why such a request stays dense in all layers, or None. make: the host's own metadata for it.
+    what runs it. reason: why such a request stays dense in all layers, or None. small: what a layer found of its sizes
+    in this step, which holds for the other layers. make: the host's own metadata for it.
     """
 
     first: int
@@ -29,6 +30,7 @@ class Part:
     chunk: Chunk | None = None
     served: Served | None = None
     reason: str | None = None
+    small: Fallback | None = None
     make: Callable[[], Any] | None = None
     _made: list[Any] = field(factory=list, init=False)
 

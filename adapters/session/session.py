@@ -213,10 +213,10 @@ class Session:
         if self._watch.coming:
             self._watch.read()
 
-    def again(self, layer: int, verdict: Fallback, shape: tuple[int, int, int]) -> None:
+    def again(self, layer: int, verdict: Fallback, shape: tuple[int, int, int]) -> Fallback:
         """Record a call of the same sizes as one that was left dense for them: as `run` does, without asking again."""
         chosen = self.layers is None or layer in self.layers
-        self._dense(layer, verdict.reason if chosen else NOT_CHOSEN, shape)
+        return self._dense(layer, verdict.reason if chosen else NOT_CHOSEN, shape)
 
     def whole(self, call: AttentionCall) -> Tensor | None:
         """Output ``[B, Hq, Nq, Dv]`` of dense attention by the pipeline's executor; None where it cannot run the call.

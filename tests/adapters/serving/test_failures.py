@@ -92,11 +92,11 @@ class Counts:
         assert reason
 
 
-def runtime(pipeline: sp.Pipeline, **options: Any) -> Runtime:
+def runtime(pipeline: sp.Pipeline, counts: Any = None, **options: Any) -> Runtime:
     parsed = parse({"sparseprefill": {"method": "dense", "min_query": 8}})
     whole = ModelIdentity(name="m", architecture="M", layers=1, heads=HEADS, kv_heads=HEADS, head_dim=SIZE, digest="d")
     made = session(pipeline, min_query=8, **options)
-    tally: Any = Counts()
+    tally: Any = counts or Counts()
     return Runtime(parsed, made, Model(whole, whole, "M", "STOCK", 0), tally)
 
 

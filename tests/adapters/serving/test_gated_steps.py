@@ -1,0 +1,135 @@
+"""What a gate found of a step's sizes holds for all layers of the step: nothing is asked again, nor prepared."""
+
+# ruff: noqa: SIM300 - asserts read expected == actual
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from sparseprefill.adapters.serving.attend import run
+from sparseprefill.adapters.serving.layer import Layer
+from sparseprefill.adapters.serving.parts import Part
+from sparseprefill.adapters.serving.requests import Row
+from sparseprefill.adapters.session.session import NOT_CHOSEN, Prefill
+
+import sparseprefill as sp
+from sparseprefill.breakeven.gate import Verdict
+
+from .test_failures import HEADS, HOSTS, SIZE, runtime
+
+SHORT, LONG = 40, 120
+SMALL = "too small"
+
+
+class Gate:
+    """A gate that keeps short prompts dense, and counts what it is asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def judge(self, call: sp.AttentionCall, method: str) -> Verdict:
+        self.asked += 1
+        return Verdict(call.kv_len >= LONG, None, SMALL)
+
+
+class Reasons:
+    """In the place of the metrics, whose library comes with vLLM."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[int, str]] = []
+
+    def fallback(self, layer: int, reason: str) -> None:
+        self.found.append((layer, reason))
+
+
+class Step:
+    """A step of prompts of these lengths, layer by layer."""
+
+    def __init__(self, *lengths: int, slow: bool = False, **options: Any) -> None:
+        self.gate, self.reads, self.stocks, self.slow = Gate(), list[int](), list[int](), slow
+        self.reasons = Reasons()
+        self.mine = runtime(sp.build("dense", block=16), self.reasons, gate=self.gate, **options)
+        self.parts = list(self._parts(lengths))
+
+    def _parts(self, lengths: tuple[int, ...]) -> Iterator[Part]:
+        begin = 0
+        for i, length in enumerate(lengths):
+            yield Part(i, i + 1, begin, begin + length, Row(0, length, str(i), length), Prefill(), make=lambda: None)
+            begin += length
+
+    def layer(self, index: int) -> torch.Tensor | None:
+        """The output; None where the host is to compute all of it."""
+        query = torch.randn(self.parts[-1].end, HEADS, SIZE)
+        output = torch.full_like(query, float("nan"))
+
+        def read(part: Part) -> tuple[torch.Tensor, torch.Tensor]:
+            self.reads.append(part.first)
+            kv = torch.randn(2, 1, HEADS, part.end - part.begin, SIZE)
+            return kv[0], kv[1]
+
+        def stock(part: Part, rows: torch.Tensor, out: torch.Tensor) -> None:
+            self.stocks.append(part.first)
+            out.fill_(HOSTS)
+
+        facts = Layer(index, 0.25, None, None, None)
+        return output if run(self.mine, facts, self.parts, query, output, read, stock, slow=self.slow) else None
+
+    def dense_calls(self) -> list[tuple[int, int, dict[str, int]]]:
+        report = self.mine.session.report("M", "STOCK")
+        return [(layer.layer, layer.dense_calls, dict(layer.reasons)) for layer in report.layers]
+
+
+def test_a_batch_that_is_too_small_goes_to_the_host_at_once() -> None:
+    step = Step(SHORT, SHORT)
+    first = step.layer(0)
+    assert first is not None
+    assert (first == HOSTS).all()
+    assert (step.reads, step.stocks) == ([0, 1], [0, 1])
+    assert step.layer(1) is None
+    assert step.layer(2) is None
+    assert (step.reads, step.stocks) == ([0, 1], [0, 1])
+    assert 2 == step.gate.asked
+    assert [(layer, 2, {SMALL: 2}) for layer in range(3)] == step.dense_calls()
+    assert [(layer, SMALL) for layer in range(3) for _ in range(2)] == step.reasons.found
+
+
+def test_the_others_of_a_batch_run_sparse() -> None:
+    step = Step(SHORT, LONG, SHORT)
+    for index in range(2):
+        output = step.layer(index)
+        assert output is not None
+        short = torch.cat([output[:SHORT], output[-SHORT:]])
+        assert (short == HOSTS).all()
+        assert not (output[SHORT:-SHORT] == HOSTS).any()
+        assert output.isfinite().all()
+    assert [0, 1, 2, 1] == step.reads
+    assert [0, 2, 0, 2] == sorted(step.stocks[:2]) + sorted(step.stocks[2:])
+
+
+def test_layers_that_are_not_chosen_say_so() -> None:
+    step = Step(SHORT, layers=(0, 2))
+    assert step.layer(0) is not None
+    assert step.layer(1) is None
+    assert [(0, 1, {SMALL: 1}), (1, 1, {NOT_CHOSEN: 1})] == step.dense_calls()
+
+
+def test_a_slow_host_leaves_small_calls_to_the_library() -> None:
+    step = Step(SHORT, slow=True)
+    for index in range(2):
+        output = step.layer(index)
+        assert output is not None
+        assert not (output == HOSTS).any()
+    assert [0, 0] == step.reads
+    assert [] == step.stocks
+
+
+@pytest.mark.parametrize("lengths", [(SHORT,), (SHORT, LONG)])
+def test_the_next_step_is_asked_anew(lengths: tuple[int, ...]) -> None:
+    """A verdict stands with the parts of its step; a request's own stands with its Memory."""
+    step = Step(*lengths)
+    step.layer(0)
+    step.parts = list(step._parts(lengths))
+    assert step.layer(0) is not None
