@@ -79,12 +79,17 @@ def unsupported(
     route: Route, layer: Layer, heads: Heads, dtype: torch.dtype, device: torch.device, *, keys: int
 ) -> str | None:
     """The method's objection to this layer's longest call, of `keys` keys, or None: asked with a call of no data."""
+    try:
+        call = example(layer, heads, dtype, device, keys=keys)
+    except InvalidCallError as error:
+        return str(error)
+    return "; ".join(route.unsupported(call)) or None
+
+
+def example(layer: Layer, heads: Heads, dtype: torch.dtype, device: torch.device, *, keys: int) -> AttentionCall:
+    """A call of this layer with so many keys and no data; InvalidCallError where it can have none."""
     zero = torch.zeros(1, dtype=dtype, device=device)
     q = zero.expand(1, heads.query, min(keys, 16), heads.size)
     k = zero.expand(1, heads.kv, keys, heads.size)
     v = zero.expand(1, heads.kv, keys, heads.values or heads.size)
-    try:
-        call = AttentionCall(q, k, v, first_head=heads.first, **layer.facts)
-    except InvalidCallError as error:
-        return str(error)
-    return "; ".join(route.unsupported(call)) or None
+    return AttentionCall(q, k, v, first_head=heads.first, **layer.facts)

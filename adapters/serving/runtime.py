@@ -9,6 +9,8 @@ from typing import Any, Self
 
 from attrs import asdict, define, evolve, field
 
+from sparseprefill.breakeven.gate import with_remedy
+from sparseprefill.call import AttentionCall
 from sparseprefill.errors import AttachError, ParameterError, SparsePrefillError
 from sparseprefill.route import Route
 
@@ -23,6 +25,9 @@ from .tally import Chunk, Owner, Served, Tally
 from .tensor_parallel import LocalRegistry
 from .wishes import OFF, Unknown
 
+FASTER = "below break-even, dense attention is faster"
+STEPS = 1024
+"""Steps of the longest prompt up to which the gate is asked at the start: for more that would take too long."""
 ENDLESS = "chunks of prompts whose length the server does not give: each chunk gets a dense tail"
 ASKED_DENSE = f"the request asks for it ({TABLE}: {OFF})"
 NOT_COUNTED = (
@@ -53,6 +58,7 @@ class Runtime:
     requests: Requests = field(factory=Requests, init=False)
     warmed: set[object] = field(factory=set, init=False)
     surveyed: bool = field(default=False, init=False)
+    foretold: bool = field(default=False, init=False)
     chunks: list[Chunk | None] = field(factory=list, init=False)
     _step: tuple[object, list[Prefill]] | None = field(default=None, init=False)
     _warned: set[str] = field(factory=set, init=False)
@@ -188,6 +194,28 @@ class Runtime:
         for one in self.every:
             one.session.expect(i for i, _ in layers)
         self._announce(len(asked), Counter(why for _, why in dense))
+
+    def foretell(self, call: AttentionCall, longest: int, option: str) -> None:
+        """Say from which length on the gate lets prompts run sparse, in this server's steps.
+
+        Where it lets none, that is a warning, and a note in the report. call: see `Route.least`. longest: tokens of a
+        request, at most. option: the server's for the length of a step.
+        """
+        self.foretold, step = True, self.requests.chunk
+        for one in self.every:
+            route = one.session.route
+            if route.gate is None or step * STEPS < longest:
+                continue
+            least = route.least(call, longest, step)
+            if least is not None:
+                text = "sparseprefill: by the gate, prompts of some %d tokens and more run %s in steps of %d"
+                log.info(text, least, route.name, step)
+                continue
+            whole = None if step >= longest else route.least(call, longest)
+            more = "" if whole is None else f"; in one step they do from some {whole} tokens on ({option})"
+            text = f"no prompt of up to {longest} tokens runs {route.name} in steps of {step}: {FASTER}{more}"
+            log.warning("sparseprefill: %s", with_remedy(text, NO_GATE))
+            one.session.note(text)
 
     def leave(self, what: str, count: int = 1) -> None:
         """Note in the reports that so many layers are no concern of the methods: they run as without them."""

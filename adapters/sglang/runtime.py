@@ -18,7 +18,7 @@ from sparseprefill.errors import AttachError
 from sparseprefill.pages import Pages
 
 from ..serving import runtime
-from ..serving.layer import LATENT, Layer, dense_reason
+from ..serving.layer import LATENT, Layer, dense_reason, example
 from ..serving.model import model_of
 from ..serving.options import Options
 from ..serving.summary import show
@@ -113,8 +113,14 @@ def _survey(made: Runtime, runner: Any, layers: Sequence[Any]) -> list[Layer]:
         for facts, one in zip(found, layers, strict=True)
     ]
     made.expect([(facts.index, why) for facts, why in zip(found, reasons, strict=True)])
-    able = [facts for facts, why in zip(found, reasons, strict=True) if why is None]
-    return [one for one in able if chosen is None or one.index in chosen]
+    pairs = [(facts, one) for facts, one, why in zip(found, layers, reasons, strict=True) if why is None]
+    able = [(facts, one) for facts, one in pairs if chosen is None or facts.index in chosen]
+    if able:
+        (facts, layer), longest = able[0], int(runner.model_config.context_len)
+        heads, device = heads_of(layer, made.model.first_head), torch.device(runner.device)
+        call = example(facts, heads, runner.dtype, device, keys=longest)
+        made.foretell(call, longest, "chunked_prefill_size")
+    return [facts for facts, _ in able]
 
 
 def _step(runner: Any) -> int:

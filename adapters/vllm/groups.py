@@ -19,7 +19,7 @@ from vllm.v1.request import Request
 
 from sparseprefill.pages import Pages
 
-from ..serving.layer import Heads, Layer, dense_reason
+from ..serving.layer import Heads, Layer, dense_reason, example
 from ..serving.warm import Sizes, warm_engine
 from .admission import check_apart
 from .layer import heads_of, index_of, layer_of
@@ -48,7 +48,13 @@ def announce(runtime: Runtime, builder: Any) -> list[tuple[Layer, Any]]:
         if _reason(runtime, builder, name, one) is None
     ]
     layers = [(layer_of(name, module.impl), module) for name, module in able]
-    return [(one, module) for one, module in layers if chosen is None or one.index in chosen]
+    asked = [(one, module) for one, module in layers if chosen is None or one.index in chosen]
+    if asked and not runtime.foretold:
+        (layer, module), longest = asked[0], int(config.model_config.max_model_len)
+        heads = heads_of(module.impl, runtime.model.first_head)
+        call = example(layer, heads, config.model_config.dtype, builder.device, keys=longest)
+        runtime.foretell(call, longest, "max_num_batched_tokens" if runtime.options.chunk is None else "chunk")
+    return asked
 
 
 def survey(runtime: Runtime, config: Any, reasons: Sequence[tuple[int, str | None]]) -> None:

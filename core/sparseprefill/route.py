@@ -237,6 +237,28 @@ class Route(Runner):
             return self.name
         return self.profile.ranges[self.profile.index(_length(call))].method or self.name
 
+    def least(self, call: AttentionCall, most: int, chunk: int = 0) -> int | None:
+        """Tokens of the shortest prompt that may run sparse, to a thirtieth; None where gate and profile leave all of
+        up to `most` tokens dense.
+
+        call: with a layer's heads, type and device, and any sizes. chunk: tokens that are computed at once, 0 for all.
+        StageError as of `choose`.
+        """
+
+        def may(tokens: int) -> bool:
+            whole = resized(call, tokens, tokens)
+            return self._of_steps(call, 0, tokens, chunk or tokens).worth and not self.left_dense(whole)
+
+        tried = sorted({min((4 + i) << k, most) for k in range(most.bit_length()) for i in range(4)})
+        high = next((tokens for tokens in tried if may(tokens)), None)
+        if high is None:
+            return None
+        low = max((tokens for tokens in tried if tokens < high), default=0)
+        while high - low > max(1, high // 32):
+            middle = (low + high) // 2
+            low, high = (low, middle) if may(middle) else (middle, high)
+        return high
+
     def worth(self, call: AttentionCall) -> bool:
         """Ask whether the gate lets `run` run the call sparse; StageError as of `choose`."""
         return self._judge(call).worth

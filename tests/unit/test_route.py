@@ -391,3 +391,33 @@ def test_a_new_name_of_all_pipelines_is_the_routes_too() -> None:
     two = evolve(route, name="both", pipelines=route.pipelines * 2)
     assert "both" == two.each(lambda one: evolve(one, name=next(names))).name
     assert "both" == two.each(lambda one: one).name
+
+
+class Pays:
+    """Predicts times in two parts: for each call, and for each pair of a dense one. A step of few pairs is no gain."""
+
+    def judge(self, call: sp.AttentionCall, method: str) -> Verdict:
+        work = pairs(call.q.shape[2], call.kv_len)
+        ratio = 0.25 + 100_000 / work
+        return Verdict(ratio <= 0.95, ratio, "slow")
+
+
+def test_the_shortest_prompt_that_runs_sparse_is_told() -> None:
+    route, call = sp.gated(sp.build("streaming", **SMALL), Pays()), make(16)
+    whole = route.least(call, 1 << 16)
+    assert whole is not None
+    assert 530 < whole < 565  # 100,000 / 0.7 pairs
+    steps = route.least(call, 1 << 16, 128)
+    assert steps is not None
+    for tokens, chunk in ((whole, 0), (steps, 128)):
+        begun = (make(min(n, chunk or n), prompt_lengths=n) for n in (tokens, tokens * 29 // 30))
+        told = [route.choose(one, sp.Memory(), chunk).dense for one in begun]
+        assert "" == told[0]
+        assert told[1]
+    assert steps > 2 * whole
+    assert route.least(call, whole // 2) is None
+    assert route.least(call, steps // 2, 128) is None
+
+
+def test_without_a_gate_the_shortest_prompt_may_run_sparse() -> None:
+    assert 1 <= (sp.Route.of(sp.build("streaming", **SMALL)).least(make(16), 4096) or 0) <= 8

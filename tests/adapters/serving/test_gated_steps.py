@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -133,3 +134,53 @@ def test_the_next_step_is_asked_anew(lengths: tuple[int, ...]) -> None:
     step.layer(0)
     step.parts = list(step._parts(lengths))
     assert step.layer(0) is not None
+
+
+class Long:
+    """A gate that finds steps of at least so many tokens worth it."""
+
+    def __init__(self, least: int) -> None:
+        self.least = least
+
+    def judge(self, call: sp.AttentionCall, method: str) -> Verdict:
+        return Verdict(call.q.shape[2] >= self.least, None, SMALL)
+
+
+@pytest.mark.parametrize(
+    ("least", "said", "level"),
+    [
+        (100, "by the gate, prompts of some 100 tokens and more run dense in steps of 128", logging.INFO),
+        (
+            256,
+            "no prompt of up to 4096 tokens runs dense in steps of 128: below break-even, dense attention is faster; "
+            'in one step they do from some 256 tokens on (STEP); set "gate": false to run every call sparse',
+            logging.WARNING,
+        ),
+        (
+            5000,
+            "no prompt of up to 4096 tokens runs dense in steps of 128: below break-even, dense attention is faster; "
+            'set "gate": false to run every call sparse',
+            logging.WARNING,
+        ),
+    ],
+)
+def test_a_start_tells_from_where_on_prompts_run_sparse(
+    least: int, said: str, level: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    mine = runtime(sp.build("dense", block=16), Reasons(), gate=Long(least))
+    mine.requests.chunk = 128
+    call = sp.AttentionCall(*torch.randn(3, 1, HEADS, 16, SIZE))
+    with caplog.at_level(logging.INFO, "sparseprefill"):
+        mine.foretell(call, 4096, "STEP")
+    (record,) = (one for one in caplog.records if "in steps of" in one.getMessage())
+    assert (level, f"sparseprefill: {said}") == (record.levelno, record.getMessage())
+    notes = mine.session.report("M", "STOCK").notes
+    assert ({said.partition("; set")[0]: 1} if level == logging.WARNING else {}) == notes
+
+
+def test_a_start_without_a_gate_has_nothing_to_tell(caplog: pytest.LogCaptureFixture) -> None:
+    mine = runtime(sp.build("dense", block=16), Reasons())
+    mine.requests.chunk = 128
+    with caplog.at_level(logging.INFO, "sparseprefill"):
+        mine.foretell(sp.AttentionCall(*torch.randn(3, 1, HEADS, 16, SIZE)), 4096, "STEP")
+    assert [] == caplog.records
