@@ -1,4 +1,7 @@
-"""Multi-head latent attention in the real engine, on a CPU: ``mla_prefill_backend`` CUSTOM, over vLLM's own."""
+"""Multi-head latent attention in the real engine: ``mla_prefill_backend`` CUSTOM, over vLLM's own.
+
+On a GPU vLLM has it in 16 bits alone: all jobs are then as roughly equal as the one of bfloat16 on a CPU.
+"""
 
 # ruff: noqa: SIM300 - asserts read expected == actual
 
@@ -7,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from . import engine, models
 
@@ -46,6 +50,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "not selected": {"sparse": STREAMING},
     "strict": {"latent": True, "sparse": {**STREAMING, "strict": True, "min_query": 4096}},
 }
+FLOATS = not torch.cuda.is_available()
 NEAR = 0.02
 """Between log probabilities: of float32, and of bfloat16, where two kernels round differently."""
 ROUGH = 0.5
@@ -62,9 +67,14 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     folder = tmp_path_factory.mktemp("latent")
     model = str(models.save("deepseek", folder / "deepseek", initializer_range=0.1))
     given = {"model": model, "tokens": 4, "prompt_logprobs": 0, "latent": True}
-    ours = {name: {**given, **job} for name, job in {**JOBS, **SPARSE}.items()}
+    dtype = {} if FLOATS else {"dtype": "bfloat16"}
+
+    def job(asked: dict[str, Any]) -> dict[str, Any]:
+        return {**asked, "options": {**dtype, **asked.get("options", {})}}
+
+    ours = {name: {**given, **job(one)} for name, one in {**JOBS, **SPARSE}.items()}
     jobs = {**ours, **{f"stock: {name}": stock(ours[name]) for name in JOBS}}
-    jobs |= {name: {"model": model, "rounds": [MIXED[-1:]], **job} for name, job in OTHERS.items()}
+    jobs |= {name: {"model": model, "rounds": [MIXED[-1:]], **job(one)} for name, one in OTHERS.items()}
     return dict(zip(jobs, engine.run(list(jobs.values()), folder), strict=True))
 
 
@@ -85,8 +95,9 @@ def furthest(one: dict[str, Any], other: dict[str, Any]) -> float:
 @pytest.mark.parametrize("name", JOBS)
 def test_a_mask_of_every_key_gives_the_hosts_answers(answers: dict[str, Any], name: str) -> None:
     ours, alone = answers[name], answers[f"stock: {name}"]
-    assert furthest(ours, alone) < (ROUGH if name == "bfloat16" else NEAR)
-    if name != "bfloat16":
+    exact = FLOATS and name != "bfloat16"
+    assert furthest(ours, alone) < (NEAR if exact else ROUGH)
+    if exact:
         for turn in range(len(ours["rounds"])):
             assert engine.tokens(alone, turn) == engine.tokens(ours, turn)
     layers = ours["report"]["layers"]
