@@ -25,7 +25,7 @@ from .tally import Chunk, Owner, Served, Tally
 from .tensor_parallel import LocalRegistry
 from .wishes import OFF, Unknown
 
-FASTER = "below break-even, dense attention is faster"
+LEFT_DENSE = "gate or profile leave each of them dense"
 STEPS = 1024
 """Steps of the longest prompt up to which the gate is asked at the start: for more that would take too long."""
 ENDLESS = "chunks of prompts whose length the server does not give: each chunk gets a dense tail"
@@ -206,14 +206,18 @@ class Runtime:
             route = one.session.route
             if route.gate is None or step * STEPS < longest:
                 continue
-            least = route.least(call, longest, step)
+            try:
+                least = route.least(call, longest, step)
+                whole = route.least(call, longest) if least is None and step < longest else None
+            except SparsePrefillError as error:  # a gate that fails leaves requests dense, and ends no start
+                log.warning("sparseprefill: %s: from which length on prompts run sparse: %s", route.name, reason(error))
+                continue
             if least is not None:
                 text = "sparseprefill: by the gate, prompts of some %d tokens and more run %s in steps of %d"
                 log.info(text, least, route.name, step)
                 continue
-            whole = None if step >= longest else route.least(call, longest)
             more = "" if whole is None else f"; in one step they do from some {whole} tokens on ({option})"
-            text = f"no prompt of up to {longest} tokens runs {route.name} in steps of {step}: {FASTER}{more}"
+            text = f"no prompt of up to {longest} tokens runs {route.name} in steps of {step}: {LEFT_DENSE}{more}"
             log.warning("sparseprefill: %s", with_remedy(text, NO_GATE))
             one.session.note(text)
 

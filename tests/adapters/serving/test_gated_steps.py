@@ -14,12 +14,14 @@ from sparseprefill.adapters.serving.attend import run
 from sparseprefill.adapters.serving.layer import Layer
 from sparseprefill.adapters.serving.parts import Part
 from sparseprefill.adapters.serving.requests import Row
-from sparseprefill.adapters.session.session import NOT_CHOSEN, Prefill
+from sparseprefill.adapters.session.prospects import NOT_CHOSEN
+from sparseprefill.adapters.session.session import Prefill
 
 import sparseprefill as sp
-from sparseprefill.breakeven.gate import Verdict
+from sparseprefill.breakeven.table import Verdict
 
 from .test_failures import HEADS, HOSTS, SIZE, runtime
+from .test_failures import Gate as Broken
 
 SHORT, LONG = 40, 120
 SMALL = "too small"
@@ -152,13 +154,13 @@ class Long:
         (100, "by the gate, prompts of some 100 tokens and more run dense in steps of 128", logging.INFO),
         (
             256,
-            "no prompt of up to 4096 tokens runs dense in steps of 128: below break-even, dense attention is faster; "
+            "no prompt of up to 4096 tokens runs dense in steps of 128: gate or profile leave each of them dense; "
             'in one step they do from some 256 tokens on (STEP); set "gate": false to run every call sparse',
             logging.WARNING,
         ),
         (
             5000,
-            "no prompt of up to 4096 tokens runs dense in steps of 128: below break-even, dense attention is faster; "
+            "no prompt of up to 4096 tokens runs dense in steps of 128: gate or profile leave each of them dense; "
             'set "gate": false to run every call sparse',
             logging.WARNING,
         ),
@@ -176,6 +178,14 @@ def test_a_start_tells_from_where_on_prompts_run_sparse(
     assert (level, f"sparseprefill: {said}") == (record.levelno, record.getMessage())
     notes = mine.session.report("M", "STOCK").notes
     assert ({said.partition("; set")[0]: 1} if level == logging.WARNING else {}) == notes
+
+
+def test_a_gate_that_fails_ends_no_start(caplog: pytest.LogCaptureFixture) -> None:
+    mine = runtime(sp.build("dense", block=16), Reasons(), gate=Broken(ZeroDivisionError("by zero")))
+    mine.requests.chunk = 128
+    mine.foretell(sp.AttentionCall(*torch.randn(3, 1, HEADS, 16, SIZE)), 4096, "STEP")
+    (record,) = caplog.records
+    assert "from which length on prompts run sparse: StageError: dense: Gate.judge() raised" in record.getMessage()
 
 
 def test_a_start_without_a_gate_has_nothing_to_tell(caplog: pytest.LogCaptureFixture) -> None:

@@ -92,7 +92,9 @@ def main(
         said = row.pop("said", ())
         theirs = theirs or [chosen for chosen, _ in said]
         looked = zip(prompts, said, theirs, strict=False)
-        row["inside"] = [{"name": one.name, **inside(one, *what, stock)} for one, what, stock in looked]
+        row["inside"] = [
+            {"name": one.name, **inside(one, chosen, lost, stock)} for one, (chosen, lost), stock in looked
+        ]
         found.append({"attention": name or own, **row})
         if not files.alone:
             typer.echo(line(found[-1], found[0]))
