@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from adapters.sglang import engine
 from lab.sglang.__main__ import app
+
+from .engine import NEEDED, USUAL, environment
 
 
 @pytest.mark.parametrize("cache", ["model", "fp8"])
@@ -32,17 +33,17 @@ def test_rows(cache: str, tmp_path: Path) -> None:
         assert row["method"] == "streaming" or row["difference"] < 1e-4
 
 
-@engine.NEEDED
+@NEEDED
 @pytest.mark.slow
 def test_a_model_in_the_engine(tmp_path: Path) -> None:
     """At a mask of every key its answers, and what the rows inside say, are those of SGLang's own attention."""
-    more = {name: engine.USUAL[name] for name in ("disable_cuda_graph", "disable_overlap_schedule", "max_total_tokens")}
+    more = {name: USUAL[name] for name in ("disable_cuda_graph", "disable_overlap_schedule", "max_total_tokens")}
     flags = ["--device", "cpu", "--dtype", "float32", "--own", "torch_native", "--engine", json.dumps(more)]
     small = ["--model", "embedded", "--tokens", "3072", "--texts", "1", "--inside", "1", "--rounds", "1"]
     asked = ["-m", "lab.sglang.engine", *small, *flags, "--method", "dense", "--json", str(tmp_path / "rows.json")]
     where = Path(__file__).parents[2]
     done = subprocess.run(
-        [sys.executable, *asked], cwd=where, env=engine.environment(), capture_output=True, text=True, check=False
+        [sys.executable, *asked], cwd=where, env=environment(), capture_output=True, text=True, check=False
     )
     assert 0 == done.returncode, done.stdout + done.stderr
     stock, full = json.loads((tmp_path / "rows.json").read_text())["rows"]
