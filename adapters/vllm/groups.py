@@ -35,7 +35,7 @@ def announce(runtime: Runtime, builder: Any) -> list[tuple[Layer, Any]]:
     """The layers of a builder that can run sparse, with their modules.
 
     The first builder of an engine surveys all layers of the process, so that what will not run sparse is said, or
-    refused, before the engine serves anything.
+    refused, before the engine serves anything; the first with such a layer has the gate's lengths said.
     """
     config, chosen = builder.vllm_config, runtime.options.layers
     runtime.names = Names.of_caller()

@@ -8,12 +8,12 @@ from sparseprefill.adapters.evaluation.prompts import Prompt
 
 
 def inside(
-    prompt: Prompt, chosen: Sequence[int], lost: Sequence[float], theirs: Sequence[int]
+    prompt: Prompt, chosen: Sequence[int], lost: Sequence[float], theirs: Sequence[int] | None
 ) -> dict[str, float | int | None]:
     """Figures of one prompt.
 
     chosen: the likeliest token behind each of its tokens but the last. lost: negative log probability of the token that
-    stands there, in nats. theirs: `chosen` of the attention that this is compared with.
+    stands there, in nats. theirs: `chosen` of the attention that this is compared with; None where it gave none.
     """
     right = [a == b for a, b in zip(chosen, prompt.ids[1:], strict=True)]
     copies = [i - 1 for span in prompt.copies for i in range(span.first, span.last)]
@@ -25,5 +25,5 @@ def inside(
         "facts": sum(facts),
         "of_facts": len(facts),
         "nll": sum(lost) / len(lost),
-        "same": sum(a == b for a, b in zip(chosen, theirs, strict=True)) / len(chosen),
+        "same": None if theirs is None else sum(a == b for a, b in zip(chosen, theirs, strict=True)) / len(chosen),
     }

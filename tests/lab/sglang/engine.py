@@ -79,7 +79,7 @@ def main(
     steps = {"chunked_prefill_size": chunk, "skip_tokenizer_init": True, "random_seed": seed}
     usual = {"model_path": str(folder), "device": device, "dtype": dtype, **steps}
     found: list[dict[str, Any]] = []
-    theirs: list[list[int]] = []
+    theirs: list[list[int] | None] = []
     if not files.alone:
         typer.echo(f"| attention | first token | over {own} | pairs | copies | facts | same tokens | dense calls |")
         typer.echo("|" + " --- |" * 8)
@@ -90,7 +90,8 @@ def main(
         asked = Asked(arguments=arguments, table=table, prompts=prompts, rounds=rounds, looked_at=looked_at)
         row = apart(asked)
         said = row.pop("said", ())
-        theirs = theirs or [chosen for chosen, _ in said]
+        if name is None:
+            theirs = [chosen for chosen, _ in said] or [None] * looked_at
         looked = zip(prompts, said, theirs, strict=False)
         row["inside"] = [
             {"name": one.name, **inside(one, chosen, lost, stock)} for one, (chosen, lost), stock in looked
