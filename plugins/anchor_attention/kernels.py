@@ -16,6 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sparseprefill.call import AttentionCall
+from sparseprefill.kernels.enqueue import enqueue
 from sparseprefill.kernels.family.chips import Chip, chip
 from sparseprefill.kernels.settings import FUSED, HALVES_ALONE, Settings
 from sparseprefill.kernels.source import Keys, strides
@@ -388,21 +389,21 @@ def stripes(
     cut: dict[str, Any] = {"STEP_P": plan.step, "D": width, "BLOCK_D": block_d}
     tile: dict[str, Any] = {"CHUNKS": plan.chunks, "HEADS": plan.heads, "ROWS": plan.rows, "BLOCK_N": chosen.block_n}
     bits: dict[str, Any] = {"SOFTCAP": call.softcap is not None, "WORD": WORD, **keys.flags}
-    pool_kernel[(plan.tiles * plan.rows * plan.chunks, plan.shares * plan.heads)](
+    enqueue(pool_kernel, (plan.tiles * plan.rows * plan.chunks, plan.shares * plan.heads),
         q, m.contiguous(), call.starts, call.lengths, pooled, anchor, high, limit, slack, *strides(q),
         call.softmax_scale, theta, call.softcap or 0.0, geometry.q_offset, geometry.q_len, geometry.kv_len,
         blocks, plan.groups, plan.tiles, heads, call.group, plan.parts,
         BLOCK=regions.block, STEP=regions.step, BLOCK_R=_rows_at_once(regions.block),
         USE_ANCHOR=use_anchor, **cut, **tile, num_warps=4, **FUSED,
     )  # fmt: skip
-    score_kernel[(plan.key_tiles, plan.shares)](
+    enqueue(score_kernel, (plan.key_tiles, plan.shares),
         keys.k, keys.table, keys.scale, high, pooled_desc, limit, slack, call.starts, flags,
         *keys.strides, *numbers, geometry.q_offset, geometry.kv_len, plan.groups, plan.tiles, plan.words,
         plan.first_key, heads, call.group, plan.parts,
         GROUP=regions.group, BLOCK_M=chosen.block_m, TMA=chosen.tma, **cut, **tile, **bits,
         **{**chosen.options, "num_stages": chosen.stages if plan.chunks == 1 else 1},
     )  # fmt: skip
-    compact_kernel[(plan.groups, batch * heads)](
+    enqueue(compact_kernel, (plan.groups, batch * heads),
         keys.k, keys.table, keys.scale, pooled, anchor, call.starts, flags, counts, offsets, indices, *keys.strides,
         *numbers, theta, geometry.q_offset, geometry.q_len, blocks, plan.groups, plan.words, plan.first_key,
         regions.init_tokens, geometry.q_offset // regions.group, plan.room, heads, call.group,

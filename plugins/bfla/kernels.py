@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparseprefill.call import AttentionCall
+from sparseprefill.kernels.enqueue import enqueue
 from sparseprefill.kernels.groups import (
     RUNTIME,
     GroupTiles,
@@ -116,9 +117,9 @@ def block_scores(call: AttentionCall, block: int, size: int) -> Tensor:
     rows, columns = geometry.tile_rows(block), geometry.tile_columns(block)
     scores = torch.empty(geometry.batch, geometry.heads, rows, columns, dtype=torch.float32, device=geometry.device)
     for part in tiles.parts(range(tiles.count)):
-        block_scores_kernel[(part.programs,)](
-            scores, *part.arguments, rows, columns, **part.flags, **tiles.settings.options
-        )
+        enqueue(block_scores_kernel, (part.programs,),
+            scores, *part.arguments, rows, columns, **part.flags, **tiles.settings.options,
+        )  # fmt: skip
     return scores
 
 
@@ -127,7 +128,7 @@ def block_tiles(call: AttentionCall, top: Tensor, nonfinite: Tensor, block: int,
     geometry, (batch, heads, rows, columns) = call.geometry, top.shape
     tile_rows, tile_columns = geometry.tile_rows(tile), geometry.tile_columns(tile)
     keep = torch.empty(batch, heads, tile_rows, tile_columns, dtype=torch.bool, device=top.device)
-    block_tiles_kernel[(tile_rows, batch * heads)](
+    enqueue(block_tiles_kernel, (tile_rows, batch * heads),
         keep.view(torch.uint8), top.contiguous().view(torch.uint8), nonfinite, geometry.starts, geometry.q_offset,
         rows, columns, tile_rows, tile_columns, heads,
         BLOCK=block, TILE=tile, WIDTH=1024, num_warps=4, **FUSED,

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparseprefill.call import AttentionCall
+from sparseprefill.kernels.enqueue import enqueue
 from sparseprefill.kernels.settings import FUSED
 from sparseprefill.kernels.statistics.distance import js_distance, js_terms, seen_blocks
 from sparseprefill.kernels.statistics.softmax import row_level, row_logits
@@ -52,7 +53,7 @@ def distance(call: AttentionCall, products: Tensor, true: Tensor, count: int, bl
     """float32 ``[B, Hq]``, in nats, of ``[B, Hq, C]`` each. count: sampled queries, the call's last ones."""
     geometry, (batch, heads, columns) = call.geometry, products.shape
     far = torch.empty(batch, heads, dtype=torch.float32, device=products.device)
-    distance_kernel[(batch * heads,)](
+    enqueue(distance_kernel, (batch * heads,),
         products, true.contiguous(), far, geometry.starts, geometry.lengths, call.softmax_scale, call.softcap or 0.0,
         geometry.q_offset, geometry.q_len, geometry.kv_len, count, columns, geometry.window or 0, heads,
         BLOCK=block, WIDTH=1024, WINDOW=geometry.window is not None, SOFTCAP=call.softcap is not None, num_warps=8,

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparseprefill.call import AttentionCall
+from sparseprefill.kernels.enqueue import enqueue
 from sparseprefill.kernels.family.chips import chip
 from sparseprefill.kernels.sampled.mass import settings
 from sparseprefill.kernels.settings import FUSED, block, cdiv
@@ -167,7 +168,7 @@ def column_sums(call: AttentionCall, rows: Rows, begin: Tensor, until: int) -> T
     weight = rows.weight.flatten(1)[:, None]
     base = torch.where(weight > 0, rows.lse(call) * LOG2E.value - weight.log2(), torch.inf)
     out = torch.empty(batch, call.kv_heads, tiles, until, dtype=torch.float32, device=q.device)
-    column_sums_kernel[batch * call.kv_heads * groups, cdiv(until, CHUNK)](
+    enqueue(column_sums_kernel, (batch * call.kv_heads * groups, cdiv(until, CHUNK)),
         q, keys.k, keys.table, keys.scale, rows.index.to(torch.int32).contiguous(), base.contiguous(), begin,
         geometry.starts, out, *strides(q), *keys.strides, begin.stride(0),
         call.softmax_scale * LOG2E.value, call.softcap or 0.0,
@@ -182,7 +183,7 @@ def top_columns(sums: Tensor, begin: Tensor, lists: IndexLists, part: slice) -> 
     """Write the lists of the tiles `part` of ``[B, Hkv, G]``. begin: int64 ``[B, G]``, of all tiles."""
     batch, heads, tiles, width = sums.shape
     each, threads, warps = LOADED
-    top_columns_kernel[(batch * heads * tiles,)](
+    enqueue(top_columns_kernel, (batch * heads * tiles,),
         sums, begin, lists.counts, lists.offsets, lists.indices, tiles, lists.shape[2], part.start, heads, width,
         N=each, WIDTH=threads, num_warps=warps, **FUSED,
     )  # fmt: skip

@@ -13,6 +13,7 @@ from torch import Tensor
 from triton.errors import TritonError
 
 from sparseprefill.call import AttentionCall
+from sparseprefill.kernels.enqueue import enqueue
 from sparseprefill.kernels.family.chips import NONE, Chip, chip
 from sparseprefill.kernels.settings import (
     FUSED,
@@ -117,7 +118,7 @@ def _chosen(call: AttentionCall, config: RowMaxConfig, dtype: torch.dtype, *, ap
         sums = torch.empty(pairs * blocks * parts * height, dtype=torch.float32, device=q.device)
         numbers = (*sizes, *place, geometry.tile_columns(tile), cdiv(behind, parts))
         _find(call, config, which, used, q, keys, factors, maxima, sums, numbers, parts)
-        kernels.choose_kernel[(count, units, cdiv(columns, at_once))](
+        enqueue(kernels.choose_kernel, (count, units, cdiv(columns, at_once)),
             chosen.view(torch.int8) if dtype == torch.bool else chosen, maxima, sums, call.sinks, geometry.starts,
             geometry.lengths, least, times, strong, *sizes, *place, rows, columns, each * int(config.sink), parts,
             APART=apart, MEMBERS=members, UNION=union, SHARED=shared, ROWS=lines, COLUMNS=at_once, BLOCK=tile,
@@ -149,7 +150,7 @@ def _find(
     hopper = _module() if _for_hopper(call, config) and not _unserved(config) else None
     if hopper is not None:
         try:
-            hopper.hopper_maxima_kernel[(pairs * cdiv(blocks, 2), parts)](
+            enqueue(hopper.hopper_maxima_kernel, (pairs * cdiv(blocks, 2), parts),
                 maxima, sums, q, factors, hopper.descriptor(keys.k), geometry.starts, geometry.lengths,
                 *strides(q), *numbers, **hopper.layouts(config.column), **flags, **hopper.OPTIONS,
             )  # fmt: skip
@@ -159,7 +160,7 @@ def _find(
             _fail(error)
         else:
             return
-    kernels.maxima_kernel[(pairs * blocks, parts)](
+    enqueue(kernels.maxima_kernel, (pairs * blocks, parts),
         maxima, sums, q, keys.k, keys.table, keys.scale, factors, geometry.starts, geometry.lengths,
         *strides(q), *keys.strides, *numbers,
         BLOCK=config.block, WIDTH=config.column, BLOCK_M=used.block_m,
@@ -200,7 +201,7 @@ def _rounded(call: AttentionCall, tile: int) -> tuple[Keys, Tensor]:
     batch, columns, size = geometry.batch, geometry.tile_columns(tile), call.q.shape[3]
     rounded = torch.empty(batch, call.kv_heads, columns * tile, size, dtype=torch.float8_e4m3fn, device=call.q.device)
     factors = torch.empty(batch, call.kv_heads, columns, dtype=torch.float32, device=call.q.device)
-    kernels.round_keys_kernel[columns, batch * call.kv_heads](
+    enqueue(kernels.round_keys_kernel, (columns, batch * call.kv_heads),
         rounded, factors, keys.k, keys.table, keys.scale, geometry.starts, geometry.lengths, *keys.strides,
         geometry.q_offset, geometry.q_len, geometry.kv_len, call.kv_heads, columns,
         BLOCK=tile, BLOCK_N=min(LINES // cdiv(block(size), 128), block(tile)), D=size, BLOCK_D=block(size),

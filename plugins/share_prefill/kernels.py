@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparseprefill.kernels.enqueue import enqueue
 from sparseprefill.kernels.sampled.diagonals import COLUMNS, ROWS, on_diagonals
 from sparseprefill.kernels.settings import FUSED, cdiv, power_of_two
 from sparseprefill.kernels.statistics.distance import js_distance, js_terms, seen_blocks
@@ -197,7 +198,7 @@ def choose(
     flags = torch.empty(3, batch, number, dtype=torch.bool, device=blocks.device)
     block_h = max(2, power_of_two(number))
     made, last = pivots or (None, None)
-    choose_kernel[(batch,)](
+    enqueue(choose_kernel, (batch,),
         blocks, own, flags.view(torch.uint8), codes, made, last,
         geometry.starts, geometry.lengths, float(tau), float(delta),
         geometry.q_offset, geometry.q_len, geometry.kv_len, count, geometry.window or 0,
@@ -215,7 +216,7 @@ def pattern_tiles(
     batch, number, bins = slashes.shape
     rows, width = geometry.tile_rows(block), geometry.tile_columns(block)
     keep = torch.empty(batch, number, rows, width, dtype=torch.bool, device=slashes.device)
-    pattern_tiles_kernel[cdiv(width, COLUMNS), cdiv(rows, ROWS), batch * number](
+    enqueue(pattern_tiles_kernel, (cdiv(width, COLUMNS), cdiv(rows, ROWS), batch * number),
         slashes.contiguous().view(torch.uint8), flags.view(torch.uint8), codes, packed,
         geometry.starts, keep.view(torch.uint8), geometry.q_offset, batch, number,
         1 if packed is None else packed.shape[1], bins, rows, width,
@@ -234,7 +235,7 @@ def updated(
     made = torch.empty(batch, clusters, dtype=torch.int32, device=device)
     last = torch.empty(batch, clusters, columns, dtype=own.dtype, device=device)
     packed = torch.empty(batch, clusters, rows, cdiv(columns, 8), dtype=torch.uint8, device=device)
-    pivot_update_kernel[cdiv(rows, PIVOT_ROWS), batch * clusters](
+    enqueue(pivot_update_kernel, (cdiv(rows, PIVOT_ROWS), batch * clusters),
         dense.view(torch.uint8), codes, which, own,
         tiles.contiguous().view(torch.uint8), *(old or (None, None, None)), made, last, packed, layer,
         own.shape[1], clusters, slots, rows, columns,

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparseprefill.call import AttentionCall
+from sparseprefill.kernels.enqueue import enqueue
 from sparseprefill.kernels.groups import (
     RUNTIME,
     GroupTiles,
@@ -173,11 +174,11 @@ def tile_scores(call: AttentionCall, stride: int, block: int) -> Tensor:
         height, reach = len(some) * chosen.block_m, tiles.reach(some[-1])
         place = (first * chosen.block_m, height, reach * parts, reach)
         for part in tiles.parts(some):
-            partial_softmax_kernel[(part.programs,)](
+            enqueue(partial_softmax_kernel, (part.programs,),
                 sums, tops, totals, *part.arguments, scale, softcap, window, *place,
                 **part.flags, **flags, **cap, **chosen.options,
             )  # fmt: skip
-        tile_scores_kernel[(min(rows, some.stop * step) - first * step, pairs)](
+        enqueue(tile_scores_kernel, (min(rows, some.stop * step) - first * step, pairs),
             scores, sums, tops, totals, geometry.starts, geometry.lengths,
             geometry.q_offset, geometry.q_len, geometry.kv_len, window, *place, geometry.heads, rows, columns,
             BLOCK=block, SIZE=stride, BLOCK_N=chosen.block_n, COLUMNS=256, PARTS=32, **flags, num_warps=4, **FUSED,

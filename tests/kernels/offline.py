@@ -47,6 +47,7 @@ from sparseprefill.kernels.family.chips import row
 from sparseprefill.kernels.family.record import Family
 from sparseprefill.kernels.hopper import launch as hopper
 from sparseprefill.kernels.hopper.record import HOPPER, HOPPER_INT8
+from sparseprefill.kernels.lists.order import longest_first
 from sparseprefill.kernels.sampled import by_tile, floor
 from sparseprefill.kernels.sampled import mass as sampled
 from sparseprefill.kernels.statistics.key_means import key_means
@@ -251,6 +252,13 @@ PREFIX = {
 }
 
 
+class Order:
+    """The order of query blocks."""
+
+    def run(self) -> None:
+        longest_first(torch.zeros(1536, dtype=torch.int32))
+
+
 @frozen(eq=False)
 class Estimate:
     """What a method's launcher makes of the keys of a call."""
@@ -420,7 +428,8 @@ def main() -> None:
     # What the portable kernel repairs behind the Hopper kernel, it compiles in variants of its own.
     families: list[tuple[tuple[Family, ...], Mapping[str, Any], str]] = [
         ((), VARIANTS, ""), ((HOPPER, HOPPER_INT8), HOPPER_VARIANTS, "hopper"), ((), ROWS, "row_tiles"),
-        ((), FLOOR, "_kernel"), ((), PREFIX, "_kernel"), ((), estimates, "_kernel"),
+        ((), FLOOR, "_kernel"), ((), PREFIX, "_kernel"), ((), {"order": Order()}, "_kernel"),
+        ((), estimates, "_kernel"),
     ]  # fmt: skip
     for records, variants, only in families:
         replace(JITFunction, run=compiling(compiled, only, keep))

@@ -26,7 +26,9 @@ from kernels.offline import SHARED, Properties, Target, known, pretend, replace
 from sparseprefill import AttentionCall, Memory, Pages, Pipeline, default_registry, kernels
 from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.executors.triton import TritonExecutor
+from sparseprefill.kernels.hopper import launch as hopper
 from sparseprefill.kernels.hopper.record import HOPPER, HOPPER_INT8
+from sparseprefill.kernels.lists import order
 
 HEADS, KV_HEADS, WIDTH, PAGE, STEP = 8, 2, 128, 16, 8192
 LONGEST = (3000, 8192, 32_784, 139_280)
@@ -80,6 +82,7 @@ def served(pipeline: Pipeline, longest: int, seen: set[tuple[str, str]]) -> list
         step=STEP, longest=longest, device=torch.device("cpu"),
     )  # fmt: skip
     seen.clear()
+    order.prepare.cache_clear()
     warm(pipeline, layers, sizes, pages)
     before, cache = set(seen), sizes.cache()
     for step in steps(longest):
@@ -102,6 +105,12 @@ def served(pipeline: Pipeline, longest: int, seen: set[tuple[str, str]]) -> list
 def pages(cache: Tensor, table: Tensor, keys: int) -> Pages:
     """As vLLM's adapter has them."""
     return pages_of(cache, WIDTH, table, keys, dtype=DTYPE)
+
+
+def ordered(keys: Tensor) -> Tensor:
+    """The order of blocks, of which the launch that makes it is noted alone."""
+    order.longest_first(keys)
+    return torch.arange(keys.numel(), dtype=torch.int32)
 
 
 def lengths(pipeline: Pipeline, seen: set[tuple[str, str]]) -> list[str]:
@@ -133,6 +142,7 @@ def main(methods: Sequence[str]) -> None:
     pretend()
     known(HOPPER_INT8, HOPPER)
     replace(JITFunction, run=recording(seen))
+    replace(hopper, longest_first=ordered)
     registry = default_registry()
     found: dict[str, dict[str, Any]] = {}
     for name in methods:

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparseprefill.kernels.enqueue import enqueue
 from sparseprefill.kernels.settings import FUSED
 from sparseprefill.kernels.steps import converted, factor
 
@@ -38,7 +39,7 @@ def gather_pages(x: Tensor, table: Tensor, length: int, scale: Tensor | None, dt
     """``[1, Hkv, length, D]``, contiguous, in `dtype`. x: k or v of `Pages`; the others as there."""
     _, page, heads, size = x.shape
     out = x.new_empty((1, heads, length, size), dtype=dtype)
-    gather_pages_kernel[(triton.cdiv(length, BLOCK), heads)](
+    enqueue(gather_pages_kernel, (triton.cdiv(length, BLOCK), heads),
         x, table, out, scale, length, *x.stride()[:3],
         PAGE=page, BLOCK=BLOCK, D=size, BLOCK_D=triton.next_power_of_2(size), num_warps=4, **FUSED,
     )  # fmt: skip

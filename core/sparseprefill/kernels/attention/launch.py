@@ -27,6 +27,7 @@ from sparseprefill.kernels.attention.arguments import (
 )
 from sparseprefill.kernels.attention.kernel import FLAGS, sparse_attention_fwd_kernel, tile_mass_fwd_kernel
 from sparseprefill.kernels.attention.together import Together
+from sparseprefill.kernels.enqueue import enqueue
 from sparseprefill.kernels.family.chips import chip
 from sparseprefill.kernels.family.choose import choose, launched
 from sparseprefill.kernels.family.record import Job, Launched, Wanted
@@ -184,7 +185,7 @@ def forward(job: Job) -> Launched:
     make = torch.empty if job.requests is None else torch.zeros
     nonfinite = make(blocks * lines, dtype=torch.int8, device=job.call.q.device)
     arguments, options = _ready(_described(job, chosen), nonfinite, chosen)
-    sparse_attention_fwd_kernel[(blocks, lines)](*arguments, **options, REPAIR=False)
+    enqueue(sparse_attention_fwd_kernel, (blocks, lines), *arguments, **options, REPAIR=False)
     _repair(arguments, options, nonfinite.numel())
     voting = (chosen.block_m, chosen.block_m, chosen.block_n) if job.wanted.skips else None
     return Launched(repaired=True, voting=voting)
@@ -193,7 +194,7 @@ def forward(job: Job) -> Launched:
 def _repair(arguments: tuple[Any, ...], options: dict[str, Any], flags: int) -> None:
     """The portable kernel over the query blocks that are flagged. flags: query blocks of all heads."""
     programs = min(-(-flags // FLAGS.value), REPAIRERS)
-    sparse_attention_fwd_kernel[(programs,)](*arguments, **options, REPAIR=True)
+    enqueue(sparse_attention_fwd_kernel, (programs,), *arguments, **options, REPAIR=True)
 
 
 def _ready(job: Job, nonfinite: Tensor, chosen: Settings) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -242,7 +243,7 @@ def tile_mass_fwd(call: AttentionCall, mask: SparseMask, lse: Tensor, probe: Ten
     if tiles is None:
         return mass
     source = Source.of(call)
-    tile_mass_fwd_kernel[(rows, batch * heads)](
+    enqueue(tile_mass_fwd_kernel, (rows, batch * heads),
         call.q, source.k, source.table, source.k_scale, lse.contiguous(), probe.contiguous(), mass,
         geometry.starts, geometry.lengths, *tiles.arrays, *strides(call.q), *strides(source.k, source.page),
         call.softmax_scale * LOG2E.value, call.softcap, call.geometry.window, geometry.q_offset, geometry.q_len, geometry.kv_len,

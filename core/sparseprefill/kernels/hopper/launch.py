@@ -11,9 +11,11 @@ from sparseprefill.call import AttentionCall
 from sparseprefill.kernels.attention.arguments import Arguments as Given
 from sparseprefill.kernels.attention.arguments import flat
 from sparseprefill.kernels.attention.together import Together
+from sparseprefill.kernels.enqueue import enqueue
 from sparseprefill.kernels.family.chips import multiprocessors
 from sparseprefill.kernels.family.record import Job, Launched, Wanted
 from sparseprefill.kernels.hopper.kernel import hopper_attention_fwd_kernel
+from sparseprefill.kernels.lists.order import longest_first, prepare
 from sparseprefill.kernels.roles.arguments import Arguments, Cache, Eight, Outputs, Sizes
 from sparseprefill.kernels.roles.paging import PANEL
 from sparseprefill.kernels.roles.quantise import TILE, errors_of
@@ -158,6 +160,7 @@ def unrounded(call: AttentionCall, mask: SparseMask) -> str | None:
 def launch(job: Job) -> Launched:
     """Run the kernel in 16 bits. Its pairs left out are two numbers for each query block, one of each half."""
     call, mask, given, requests = job.call, job.mask, job.arguments, job.requests
+    prepare(call.q.device)
     blocks = _blocks(mask, given)
     order = _order(call, mask, blocks) if requests is None else _order_together(requests, blocks)
     nonfinite = _run(call, mask, given, order, requests)
@@ -244,7 +247,7 @@ def _run(
         draws,
         NOTHING if eight is None else eight,
     )
-    hopper_attention_fwd_kernel[(min(draws or items, multiprocessors(q.device)),)](
+    enqueue(hopper_attention_fwd_kernel, (min(draws or items, multiprocessors(q.device)),),
         *flat(arguments),
         TILE_Q=mask.tile_q, TILE_K=mask.tile_k, GROUP=mask.group, WIDTH=mask.stripe_width, BOX=box,
         BLOCK_M=BLOCK_M, BLOCK_N=block_n, D=width, STAGES=stages[width], PAGE=source.page, REGISTERS=registers, FP8=fp8,
@@ -262,7 +265,7 @@ def _order(call: AttentionCall, mask: SparseMask, blocks: int) -> Tensor | None:
     is drawn last keeps all waiting. Of whole prompts, a head's own blocks are enough to fill the gaps.
     """
     few = blocks * call.geometry.batch * call.geometry.heads <= multiprocessors(call.q.device)
-    return None if few or not _uneven(mask, blocks) else _longest_first(_keys(mask))
+    return None if few or not _uneven(mask, blocks) else longest_first(_keys(mask))
 
 
 def _order_together(requests: Together, blocks: int) -> Tensor:
@@ -275,7 +278,7 @@ def _order_together(requests: Together, blocks: int) -> Tensor:
     items = _items(own, blocks, heads, device)
     if items.numel() <= multiprocessors(device) or not any(map(_uneven, masks, own)):
         return items
-    return items[_longest_first(torch.cat([_keys(mask) for mask in masks]))]
+    return items[longest_first(torch.cat([_keys(mask) for mask in masks]))]
 
 
 @kept
@@ -294,17 +297,13 @@ def _uneven(mask: SparseMask, blocks: int) -> bool:
 
 
 def _keys(mask: SparseMask) -> Tensor:
-    """``[items]``: how long the lists of each query block are, in tiles, or in stripes where the mask has some; as items
+    """int32 ``[items]``: how long the lists of each query block are, in tiles, or in stripes where the mask has some; as items
     are numbered: a head's from the last block on."""
     counts = [one.lists.counts for one in mask.regrouped(1).blocks]
     keys = counts[0] if len(counts) < 2 else torch.add(counts[1], counts[0], alpha=mask.tile_k // mask.stripe_width)
     if mask.tile_q > BLOCK_M:
         keys = keys.repeat_interleave(mask.tile_q // BLOCK_M, dim=2)
     return keys.flip(2).flatten()
-
-
-def _longest_first(keys: Tensor) -> Tensor:
-    return torch.argsort(keys, descending=True, stable=True).to(torch.int32)
 
 
 def _descriptor(x: Tensor, rows: int, columns: int | None = None) -> TensorDescriptor:

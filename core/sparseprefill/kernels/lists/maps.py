@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparseprefill.kernels.enqueue import enqueue
 from sparseprefill.kernels.settings import FUSED
 from sparseprefill.kernels.steps import batch_row, floor_div
 from sparseprefill.mask.geometry import Geometry
@@ -290,7 +291,7 @@ def encode_map(keep: Tensor) -> Lists:
     share = heads if keep.stride(1) == 0 else 1
     counts, offsets, indices = _lists(keep.device, (batch, heads, rows), batch * (heads // share) * rows * columns)
     if counts.numel():
-        encode_kernel[(batch * (heads // share) * rows,)](
+        enqueue(encode_kernel, (batch * (heads // share) * rows,),
             keep, None, counts, offsets, indices, *keep.stride(), rows, 1, rows, columns, heads, share, 0, 0,
             *_numbers(Rules()), rows * columns, columns,
             TILE_Q=1, TILE_K=1, PER_ROW=1, PER_COLUMN=1, KIND=ROOM, PER=1, REACH=False, WINDOW=False,
@@ -312,7 +313,7 @@ def encode(
     share = 1 if by_head else heads if keep is None else heads // keep.shape[1]
     kind, per, room, storage = _storage(geometry, tile_q, tile_k)
     counts, offsets, indices = _lists(geometry.device, (batch, heads, rows), batch * (heads // share) * storage)
-    encode_kernel[(batch * (heads // share) * rows,)](
+    enqueue(encode_kernel, (batch * (heads // share) * rows,),
         keep, geometry.starts, counts, offsets, indices, *_where(keep, heads), rows, columns, heads, share,
         geometry.q_offset, geometry.window or 0, *_numbers(rules), storage, room,
         TILE_Q=tile_q, TILE_K=tile_k, PER_ROW=per_row, PER_COLUMN=per_column, KIND=kind, PER=per, REACH=True,
@@ -328,7 +329,7 @@ def resolve(
     """bool ``[B, H // unite, R, C]``: the tiles kept, within reach; those of any of `unite` neighbouring heads."""
     batch, heads, rows, columns = geometry.map_shape(tile_q, tile_k)
     out = torch.empty(batch, heads // unite, rows, columns, dtype=torch.bool, device=geometry.device)
-    resolve_kernel[(batch * (heads // unite) * rows,)](
+    enqueue(resolve_kernel, (batch * (heads // unite) * rows,),
         keep, geometry.starts, out, *_where(keep, heads), rows, columns, heads, unite,
         geometry.q_offset, geometry.window or 0, *_numbers(rules),
         TILE_Q=tile_q, TILE_K=tile_k, PER_ROW=per_row, PER_COLUMN=per_column,
@@ -342,9 +343,10 @@ def decode(lists: Lists, columns: int) -> Tensor:
     counts, offsets, indices = lists
     out = torch.zeros(*counts.shape, columns, dtype=torch.bool, device=counts.device)
     if out.numel():
-        decode_kernel[(counts.numel(),)](
-            counts.contiguous(), offsets.contiguous(), indices, out, columns, BLOCK=256, num_warps=1, **FUSED
-        )
+        enqueue(decode_kernel, (counts.numel(),),
+            counts.contiguous(), offsets.contiguous(), indices, out, columns, BLOCK=256, num_warps=1,
+            **FUSED,
+        )  # fmt: skip
     return out
 
 
@@ -353,7 +355,7 @@ def encode_ranges(first: Tensor, last: Tensor, heads: int, width: int) -> Lists:
     batch, rows, parts = first.shape
     counts, offsets, indices = _lists(first.device, (batch, heads, rows), batch * rows * width)
     if counts.numel():
-        ranges_kernel[(batch * rows,)](
+        enqueue(ranges_kernel, (batch * rows,),
             first.contiguous(), last.contiguous(), counts, offsets, indices, rows, heads, parts, width,
             BLOCK=128, num_warps=1, **FUSED,
         )  # fmt: skip

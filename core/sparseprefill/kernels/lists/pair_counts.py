@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparseprefill.kernels.enqueue import enqueue
 from sparseprefill.kernels.lists.maps import Lists
 from sparseprefill.kernels.settings import FUSED
 from sparseprefill.kernels.steps import batch_row, count_up_to, floor_div
@@ -164,11 +165,11 @@ def pair_counts(
     if tiles is not None and stripes is not None and not disjoint:
         counts = stripes[0]
         held = torch.empty(*counts.shape, columns, dtype=torch.int32, device=geometry.device)
-        held_kernel[(counts.numel(), -(-columns // BLOCK))](
+        enqueue(held_kernel, (counts.numel(), -(-columns // BLOCK)),
             *_packed(stripes), held, columns, geometry.kv_len.bit_length(),
             TILE_K=tile_k // width, BLOCK=BLOCK, num_warps=4, **FUSED,
         )  # fmt: skip
-    pair_counts_kernel[(out.numel(),)](
+    enqueue(pair_counts_kernel, (out.numel(),),
         *_packed(tiles), *_packed(stripes), held, geometry.starts, geometry.lengths, out,
         geometry.q_offset, geometry.q_len, geometry.kv_len, rows, groups, columns, columns.bit_length(),
         geometry.window or 0, geometry.heads,

@@ -10,6 +10,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sparseprefill.call import AttentionCall
+from sparseprefill.kernels.enqueue import enqueue
 from sparseprefill.kernels.roles.arguments import Eight
 from sparseprefill.kernels.settings import FUSED, cdiv
 from sparseprefill.kernels.source import TYPES, Source, strides
@@ -163,17 +164,18 @@ def eight(call: AttentionCall, exact: Tensor) -> Eight:
     given = (source.k, source.v, source.table)
     steps = (*strides(source.k, source.page), *strides(source.v, source.page), heads, length)
     constant = {"D": width, "PAGE": source.page, "TYPE": TYPES[call.q.dtype], **FUSED}
-    sums_kernel[(sums.shape[1], lines)](*given, sums, *steps, CHUNK=CHUNK, BLOCK=64, num_warps=4, **constant)
+    enqueue(sums_kernel, (sums.shape[1], lines), *given, sums, *steps, CHUNK=CHUNK, BLOCK=64, num_warps=4, **constant)
     k_mean, v_mean, v_scale, v_inverse = torch.empty(4, lines, width, **options)  # type: ignore[call-overload]
-    means_kernel[(lines,)](
-        sums, k_mean, v_mean, v_scale, v_inverse, length, sums.shape[1], BLOCK=16, D=width, num_warps=4, **FUSED
-    )
+    enqueue(means_kernel, (lines,),
+        sums, k_mean, v_mean, v_scale, v_inverse, length, sums.shape[1], BLOCK=16, D=width, num_warps=4,
+        **FUSED,
+    )  # fmt: skip
     k = torch.empty(batch, heads, length, width, dtype=torch.int8, device=call.q.device)
     v = torch.empty(batch, heads, width, tiles * TILE.value, dtype=torch.float8_e4m3fn, device=call.q.device)
     k_scale = torch.empty(lines, tiles, **options)  # type: ignore[call-overload]
-    quantise_kernel[(tiles, lines)](
-        *given, k_mean, v_mean, v_inverse, k, v, k_scale, *steps, tiles, num_warps=8, **constant
-    )
+    enqueue(quantise_kernel, (tiles, lines),
+        *given, k_mean, v_mean, v_inverse, k, v, k_scale, *steps, tiles, num_warps=8, **constant,
+    )  # fmt: skip
     descriptors = _descriptor(k, TILE.value, width), _descriptor(v, width, TILE.value)
     return Eight(*descriptors, k_scale, k_mean, v_scale, v_inverse, v_mean, exact)
 
@@ -186,7 +188,7 @@ def errors_of(
     batch, heads, _, width = out.shape
     errors = torch.empty(batch, heads, dtype=torch.float32, device=out.device)
     beyond = torch.empty(batch * heads, dtype=torch.int8, device=out.device)
-    apart_kernel[(batch * heads,)](
+    enqueue(apart_kernel, (batch * heads,),
         out, exact, errors, beyond, *strides(out), heads, first, bound, blocks,
         SAMPLED=sampled, BLOCK=block, D=width, num_warps=8, **FUSED,
     )  # fmt: skip

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparseprefill.call import AttentionCall
+from sparseprefill.kernels.enqueue import enqueue
 from sparseprefill.kernels.family.chips import chip
 from sparseprefill.kernels.sampled.mass import settings
 from sparseprefill.kernels.settings import block, cdiv
@@ -139,7 +140,7 @@ def tile_lse(
             held = functional.pad(held, (0, max(behind, -(-held.shape[-1] // 16) * 16) - held.shape[-1]))
         held, line = held.contiguous().view(torch.uint8), None if line is None else line.contiguous()
     lines, sixteens = (0, 0) if held is None else (held.shape[2], held.shape[3] // 16)
-    row_tiles_kernel[geometry.batch * call.kv_heads * blocks, cdiv(columns, each)](
+    enqueue(row_tiles_kernel, (geometry.batch * call.kv_heads * blocks, cdiv(columns, each)),
         q, k.k, k.table, k.scale, rows.contiguous(), real.contiguous().view(torch.uint8), geometry.starts,
         held, line, every, every if kept is None else kept,
         *strides(q), *k.strides, call.softmax_scale * LOG2E.value, call.softcap or 0.0,

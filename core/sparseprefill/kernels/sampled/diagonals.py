@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparseprefill.kernels.enqueue import enqueue
 from sparseprefill.kernels.settings import FUSED, cdiv
 from sparseprefill.kernels.steps import batch_row, floor_div
 from sparseprefill.mask.geometry import Geometry
@@ -75,7 +76,7 @@ def diagonal_tiles(
         if others is not None:
             keep.copy_(others)
     flags = (None if x is None else x.contiguous().view(torch.uint8) for x in (slashes, columns))
-    diagonal_tiles_kernel[cdiv(width, COLUMNS), cdiv(rows, ROWS), batch * heads](
+    enqueue(diagonal_tiles_kernel, (cdiv(width, COLUMNS), cdiv(rows, ROWS), batch * heads),
         *flags, None if part is None else part.contiguous(),
         None if exclude is None else exclude.contiguous().view(torch.uint8), geometry.starts, keep.view(torch.uint8),
         geometry.q_offset, heads, sets, bins, rows, width,

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparseprefill.kernels.enqueue import enqueue
 from sparseprefill.kernels.settings import FUSED
 from sparseprefill.kernels.steps import floor_div
 from sparseprefill.mask.samples import Raised, Stretches
@@ -261,7 +262,7 @@ def spread(
     (batch, heads, samples, columns), rows = chosen.shape, at.of.shape[1]
     added = torch.empty(batch, heads, rows, columns, dtype=torch.bool, device=chosen.device)
     counts = torch.empty(batch, heads, rows, 3, dtype=torch.int32, device=chosen.device)
-    spread_kernel[(batch * heads * rows,)](
+    enqueue(spread_kernel, (batch * heads * rows,),
         _bytes(chosen), at.own, at.of, *_bytes_of(held), _bytes(at.inhabited), _bytes(added), counts,
         *held.have.stride(), heads, samples, at.each, rows, columns,
         TILE_Q=grid[0], TILE_K=grid[1], NEIGHBOURS=neighbours, **_launch(columns),
@@ -281,7 +282,7 @@ def raised(
     before, after = torch.empty(2, batch, heads, samples, dtype=torch.float32, device=every.device)
     maps, inhabited, strides = _bytes_of(held), _bytes(at.inhabited), held.have.stride()
     wide = triton.next_power_of_2(columns)
-    choose_kernel[(batch * heads * samples,)](
+    enqueue(choose_kernel, (batch * heads * samples,),
         every, kept, _bytes(at.real), at.position, at.own, *maps, inhabited, lost, _bytes(chosen), before,
         float(target), *strides, heads, samples, rows, columns,
         TILE_K=grid[1], ALL=target >= 1, BLOCK=wide, num_warps=4 if wide <= WIDE else 16, **FUSED,
@@ -291,11 +292,11 @@ def raised(
     dense = torch.empty(batch, heads, spans, dtype=torch.bool, device=every.device)
     # As bits, since Triton takes Python's floats for float32; 0 would be an integer of another type than all others.
     (share_bits,) = struct.unpack("<q", struct.pack("<d", dense_from if dense_from > 0 else -0.0))
-    settle_kernel[(batch * heads * spans,)](
-        counts, at.of, _bytes(dense), share_bits, heads, at.each, rows, spans, **_launch(rows)
-    )
+    enqueue(settle_kernel, (batch * heads * spans,),
+        counts, at.of, _bytes(dense), share_bits, heads, at.each, rows, spans, **_launch(rows),
+    )  # fmt: skip
     lines = batch * heads * rows
-    finish_kernel[(lines + batch * heads * samples,)](
+    enqueue(finish_kernel, (lines + batch * heads * samples,),
         _bytes(added), _bytes(dense), at.of, at.own, *maps, inhabited, lost, before, after, *strides,
         heads, samples, at.each, rows, columns, spans, lines, **_launch(columns),
     )  # fmt: skip

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparseprefill.call import AttentionCall
+from sparseprefill.kernels.enqueue import enqueue
 from sparseprefill.kernels.family.chips import Chip, chip
 from sparseprefill.kernels.settings import FUSED, HALVES_ALONE, Settings, block, cdiv, power_of_two
 from sparseprefill.kernels.source import Keys, packed, strides
@@ -377,19 +378,20 @@ def _round(
         "SOFTCAP": call.softcap is not None, "PAGE": keys.page, "PRECISION": "ieee",
     }  # fmt: skip
     grid = (programs, chunks)
-    sampled_lse_kernel[grid](
-        q, keys.k, keys.table, keys.scale, rows, real, geometry.starts, partial, *numbers, **flags, **chosen.options
-    )
-    sampled_merge_kernel[batch * samples * heads, cdiv(count, 128)](
-        partial, lse, count, chunks, heads, samples, BLOCK_C=32, BLOCK_R=128, **FUSED
-    )
-    sampled_mass_kernel[grid](
+    enqueue(sampled_lse_kernel, grid,
+        q, keys.k, keys.table, keys.scale, rows, real, geometry.starts, partial, *numbers, **flags,
+        **chosen.options,
+    )  # fmt: skip
+    enqueue(sampled_merge_kernel, (batch * samples * heads, cdiv(count, 128)),
+        partial, lse, count, chunks, heads, samples, BLOCK_C=32, BLOCK_R=128, **FUSED,
+    )  # fmt: skip
+    enqueue(sampled_mass_kernel, grid,
         q, keys.k, keys.table, keys.scale, rows, real, geometry.starts, lse, shares, *numbers,
         SLASH=slash, **flags, **chosen.options,
     )  # fmt: skip
     runs = {f"{name}_{key}": x for name, run in (("COLUMN", column), ("SLASH", slash)) for key, x in _run(run)}
     blocks = cdiv(columns.shape[3], runs["COLUMN_BINS"]) + cdiv(slashes.shape[3], runs["SLASH_BINS"])
-    sampled_fold_kernel[batch * samples * heads, blocks](
+    enqueue(sampled_fold_kernel, (batch * samples * heads, blocks),
         shares, rows, geometry.starts, columns, slashes,
         geometry.q_offset, count, heads, samples, parts, chunks * chunk, columns.shape[3], slashes.shape[3],
         COLUMN=column, SLASH=slash, **runs, ROWS=part, **FUSED,

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparseprefill.call import AttentionCall
+from sparseprefill.kernels.enqueue import enqueue
 from sparseprefill.kernels.settings import FUSED
 from sparseprefill.kernels.source import Keys
 from sparseprefill.kernels.steps import batch_row, factor, stored_rows
@@ -65,7 +66,7 @@ def key_means(call: AttentionCall, tile: int, kept: Tensor | None = None, tiles:
     # A float32 key that is scaled must round before it is added, as its copy does: there is no other product here.
     fused = {**FUSED, "enable_fp_fusion": keys.scale is None}
     mean = torch.empty(geometry.batch, call.kv_heads, columns, width, dtype=torch.float32, device=geometry.device)
-    key_means_kernel[(columns, geometry.batch * call.kv_heads)](
+    enqueue(key_means_kernel, (columns, geometry.batch * call.kv_heads),
         keys.k, keys.table, keys.scale, geometry.starts, geometry.lengths, mean if kept is None else kept, mean,
         *keys.strides, geometry.q_offset + geometry.q_len, geometry.kv_len, columns, call.kv_heads,
         columns if kept is None else kept.shape[2], tiles,

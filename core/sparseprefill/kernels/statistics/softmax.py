@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparseprefill.call import AttentionCall
+from sparseprefill.kernels.enqueue import enqueue
 from sparseprefill.kernels.lists.maps import span
 from sparseprefill.kernels.settings import FUSED
 from sparseprefill.kernels.steps import LOG2E, batch_row, floor_div
@@ -85,7 +86,7 @@ def tile_softmax(
     scale: factor on the scores, before the softcap. nonfinite: uint8 of the same shape, see `tile_softmax_kernel`.
     """
     geometry, (batch, heads, rows, columns) = call.geometry, scores.shape
-    tile_softmax_kernel[(rows, batch * heads)](
+    enqueue(tile_softmax_kernel, (rows, batch * heads),
         scores, nonfinite, geometry.starts, geometry.lengths, scale, softcap or 0.0,
         geometry.q_offset, geometry.q_len, geometry.kv_len, first_row, columns, geometry.window or 0, heads,
         BLOCK=tile, WIDTH=512, WINDOW=geometry.window is not None, SOFTCAP=softcap is not None, num_warps=4, **FUSED,
