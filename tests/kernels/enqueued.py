@@ -27,8 +27,9 @@ BUFFER = torch.zeros(4096)
 
 @triton.jit(do_not_specialize=("plain",), do_not_specialize_on_alignment=("loose_ptr",))
 def mixed_kernel(
-    x_ptr, loose_ptr, desc, number, plain, scale, FLAG: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr = 3
-):
+    x_ptr, loose_ptr, desc, number, plain, scale, FLAG: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr = 3,  # pyright: ignore[reportArgumentType]
+):  # fmt: skip
     """Reads what it is told of all its arguments."""
     row = tl.program_id(0) * number + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row, mask=row < number) * scale
@@ -61,7 +62,7 @@ class Driver(Target):
 
 def _shown(x: Any) -> Any:
     kept = (x.data_ptr(), x.dtype) if isinstance(x, torch.Tensor) else x
-    if hasattr(x, "block_shape"):
+    if not isinstance(x, torch.Tensor) and hasattr(x, "block_shape"):
         kept = (x.base.data_ptr(), tuple(x.shape), tuple(x.block_shape))
     return type(x).__name__, kept
 

@@ -18,7 +18,7 @@ import torch
 from attrs import asdict, frozen
 
 import sparseprefill as sp
-from sparseprefill import Memory, Pipeline
+from sparseprefill import Memory, Pipeline, kernels
 from sparseprefill.kernels import enqueue
 
 
@@ -70,7 +70,7 @@ def idle() -> None:
     replace(compiler, max_shared_mem=lambda _: SHARED)
     replace(torch.cuda, get_device_properties=lambda *_: Properties)
     replace(TritonExecutor, unsupported=lambda *_: None)
-    replace(sp.kernels, serve=lambda _: True, serve_device=lambda _: True, serve_rows=lambda _: True)
+    replace(kernels, serve=lambda _: True, serve_device=lambda _: True, serve_rows=lambda _: True)
     pretend()
     known(HOPPER)
 
