@@ -74,7 +74,8 @@ def check(decoder: PreTrainedModel, prefix: str) -> None:
         )
     if not decoder._can_set_attn_implementation():
         raise AttachError(f"{name} does not use transformers' AttentionInterface: its attention cannot be replaced")
-    branching = sorted({owner.__name__ for owner in map(type, decoder.modules()) if _branches(owner)})
+    kinds = {type(part) for part in decoder.modules()}  # of all layers one: to read a class takes milliseconds
+    branching = sorted({owner.__name__ for owner in kinds if _branches(owner)})
     if branching:
         shown = ", ".join(branching)
         raise AttachError(

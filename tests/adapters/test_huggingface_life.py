@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from sparseprefill.adapters.huggingface import attach, attention, detach, hooks, state, versions
+from sparseprefill.adapters.huggingface import attach, attention, detach, hooks, inspection, state, versions
 from transformers import LlamaForCausalLM
 
 import sparseprefill as sp
@@ -50,6 +50,16 @@ def test_detach_restores_to_the_bit(model: Any) -> None:
     with attach(model, "dense", block=16):
         pass
     assert torch.equal(logits(model), wanted)
+
+
+def test_a_layers_class_is_read_once_however_many_layers_there_are(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[type] = []
+    monkeypatch.setattr(inspection, "_branches", read.append)
+    with attach(model, "streaming", verify=False, tail=0, **STREAMING):
+        pass
+    assert type(model.model.layers[0].self_attn) in read
+    assert len(model.model.layers) > 1
+    assert len(set(read)) == len(read)
 
 
 def test_two_models_have_two_methods(model: Any) -> None:
