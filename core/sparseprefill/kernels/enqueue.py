@@ -17,8 +17,8 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-MOST = 1024
-"""Launches of one kernel that are remembered."""
+MOST = 256
+"""Launches of one kernel that are remembered; those of one step differ in tensors alone."""
 NUMBERS = frozenset({int, float, bool, type(None)})
 NOTHING = "nothing known"
 FAILED: list[Exception] = []

@@ -160,7 +160,6 @@ def unrounded(call: AttentionCall, mask: SparseMask) -> str | None:
 def launch(job: Job) -> Launched:
     """Run the kernel in 16 bits. Its pairs left out are two numbers for each query block, one of each half."""
     call, mask, given, requests = job.call, job.mask, job.arguments, job.requests
-    prepare(call.q.device)
     blocks = _blocks(mask, given)
     order = _order(call, mask, blocks) if requests is None else _order_together(requests, blocks)
     nonfinite = _run(call, mask, given, order, requests)
@@ -215,6 +214,7 @@ def _run(
     eight: Eight | None = None,
 ) -> Tensor:
     """One launch, of all items or of those in `order`."""
+    prepare(call.q.device)
     (batch, heads, _, width), q, source = call.q.shape, given.queries.ptr, Source.of(call)
     block_n, fp8 = min(mask.tile_k, BLOCK_N[width]), FORMATS.get(source.k.dtype)
     stages, registers = (STAGES, REGISTERS) if fp8 is None else (STAGES_FP8, CONVERTING)
