@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparseprefill.kernels.enqueue import enqueue
 from sparseprefill.kernels.settings import FUSED
 
 SIZES = ((32, 32, 1, 144), (16, 256, 8, 128))
@@ -272,7 +273,7 @@ def top_mass_fwd(scores: Tensor, share: float, least: int, most: int | None) -> 
     fits = next((size for size in SIZES if columns <= size[0] * size[1]), None)
     kernel = top_mass_stream_kernel if fits is None else top_mass_rows_kernel
     number, width, warps, registers = STREAM if fits is None else fits
-    kernel[(keep.numel() // columns,)](
+    enqueue(kernel, (keep.numel() // columns,),
         scores, keep, share_bits, *bounds, columns,
         BOUNDED=least > 0 or most is not None, N=number, WIDTH=width, num_warps=warps, maxnreg=registers, **FUSED,
     )  # fmt: skip
