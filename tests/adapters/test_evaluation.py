@@ -17,6 +17,7 @@ import torch
 from attrs import evolve
 from sparseprefill.adapters.cli.render import to_json
 from sparseprefill.adapters.demo.model import load_tokenizer
+from sparseprefill.adapters.evaluation import comparison
 from sparseprefill.adapters.evaluation.comparison import Comparison, outcomes
 from sparseprefill.adapters.evaluation.outcome import (
     AT_ONCE,
@@ -299,6 +300,18 @@ def test_nothing_of_a_run_stays(model: LlamaForCausalLM) -> None:
     for _ in range(3):
         assert spied.run(streaming()).error == ""
     assert len(seen) == 3
+
+
+def test_a_run_verifies_the_model_once(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+
+    def noted(*given: Any, verify: bool = True, **more: Any) -> Any:
+        asked.append(verify)
+        return attach(*given, verify=verify, **more)
+
+    monkeypatch.setattr(comparison, "attach", noted)
+    assert Comparison.of(model, prompt_of(150), SIZES).run(streaming()).error == ""
+    assert asked == [True, False]
 
 
 def test_a_method_that_fails_ends_alone(model: LlamaForCausalLM) -> None:

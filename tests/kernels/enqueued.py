@@ -15,10 +15,9 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.compiler import CompiledKernel, compiler
-from triton.runtime import driver
+from triton.compiler import CompiledKernel
 
-from kernels.offline import SHARED, Target, replace
+from kernels.offline import Loading, pretend, replace
 from sparseprefill.kernels import enqueue as ours
 
 LAUNCHED: list[tuple[Any, ...]] = []
@@ -42,22 +41,9 @@ def mixed_kernel(
     tl.store(x_ptr + row, x)
 
 
-class Driver(Target):
-    """Loads what was compiled, by its bytes, and notes launches."""
-
-    class utils:  # noqa: N801 - as Triton calls it
-        """What the compiler asks."""
-
-        @staticmethod
-        def load_binary(name: str, code: bytes, shared: int, device: int) -> tuple[Any, ...]:
-            return 1, (name, hash(code)), 0, 0, 1024
-
-    def launcher_cls(self, source: Any, metadata: Any) -> Any:
-        def launcher(x: int, y: int, z: int, stream: int, function: Any, *rest: Any) -> None:
-            # packed metadata, the launch's own, and two hooks come before the arguments
-            LAUNCHED.append(((x, y, z), stream, function, rest[0], tuple(map(_shown, rest[4:]))))
-
-        return launcher
+def note(x: int, y: int, z: int, stream: int, function: Any, *rest: Any) -> None:
+    """Note a launch: packed metadata, the launch's own, and two hooks come before the arguments."""
+    LAUNCHED.append(((x, y, z), stream, function, rest[0], tuple(map(_shown, rest[4:]))))
 
 
 def _shown(x: Any) -> Any:
@@ -91,8 +77,7 @@ def drawn(draw: random.Random) -> tuple[tuple[int, ...], tuple[Any, ...], dict[s
 
 
 def main() -> None:
-    driver.set_active(Driver())  # pyright: ignore[reportArgumentType]
-    replace(compiler, max_shared_mem=lambda _: SHARED)
+    pretend(Loading(note))
     draw, unlike = random.Random(int(sys.argv[1]) if len(sys.argv) > 1 else 0), []
     cases = [drawn(draw) for _ in range(60)]
     cases = [draw.choice(cases) for _ in range(150)]

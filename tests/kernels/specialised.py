@@ -18,11 +18,9 @@ from sparseprefill.adapters.serving.layer import Layer
 from sparseprefill.adapters.serving.warm import Sizes, warm
 from sparseprefill.adapters.vllm.pages import pages_of
 from torch import Tensor
-from triton.compiler import compiler
-from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from kernels.offline import SHARED, Properties, Target, known, pretend, replace
+from kernels.offline import Target, known, pretend, replace
 from sparseprefill import AttentionCall, Memory, Pages, Pipeline, default_registry, kernels
 from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.executors.triton import TritonExecutor
@@ -132,14 +130,10 @@ def lengths(pipeline: Pipeline, seen: set[tuple[str, str]]) -> list[str]:
 
 def main(methods: Sequence[str]) -> None:
     seen: set[tuple[str, str]] = set()
-    driver.set_active(Target())  # pyright: ignore[reportArgumentType]
-    replace(compiler, max_shared_mem=lambda _: SHARED)
-    replace(torch.cuda, get_device_properties=lambda *_: Properties)
-    replace(TritonExecutor, unsupported=lambda *_: None)
+    pretend(Target())
     replace(AutoExecutor, choose=lambda *_: TritonExecutor())
     replace(AutoExecutor, execute_many=lambda _, calls, plans: TritonExecutor().execute_many(calls, plans))
     replace(kernels, serve=lambda _: True)
-    pretend()
     known(HOPPER_INT8, HOPPER)
     replace(JITFunction, run=recording(seen))
     replace(hopper, longest_first=ordered)

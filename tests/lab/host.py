@@ -44,34 +44,11 @@ class Host:
 
 def idle() -> None:
     """From now on this process has an H100 that does nothing: kernels are compiled, and launched no further."""
-    from triton.compiler import compiler
-    from triton.runtime import driver
-
-    from kernels.offline import SHARED, Properties, Target, known, pretend, replace
-    from sparseprefill.executors.triton import TritonExecutor
+    from kernels.offline import Loading, known, pretend, replace
     from sparseprefill.kernels.hopper.record import HOPPER
 
-    class Utils:
-        """What compilation and loading ask."""
-
-        @staticmethod
-        def load_binary(*_: Any) -> tuple[int, ...]:
-            return 1, 1, 0, 0, 1024
-
-    class Driver(Target):
-        """Of an H100."""
-
-        utils = Utils
-
-        def launcher_cls(self, source: Any, metadata: Any) -> Any:
-            return lambda *_: None
-
-    driver.set_active(Driver())  # pyright: ignore[reportArgumentType]
-    replace(compiler, max_shared_mem=lambda _: SHARED)
-    replace(torch.cuda, get_device_properties=lambda *_: Properties)
-    replace(TritonExecutor, unsupported=lambda *_: None)
+    pretend(Loading(lambda *_: None))
     replace(kernels, serve=lambda _: True, serve_device=lambda _: True, serve_rows=lambda _: True)
-    pretend()
     known(HOPPER)
 
 

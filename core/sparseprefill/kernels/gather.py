@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparseprefill.kernels.enqueue import enqueue
-from sparseprefill.kernels.settings import FUSED
+from sparseprefill.kernels.settings import FUSED, cdiv, power_of_two
 from sparseprefill.kernels.steps import converted, factor
 
 BLOCK = 32
@@ -39,8 +39,8 @@ def gather_pages(x: Tensor, table: Tensor, length: int, scale: Tensor | None, dt
     """``[1, Hkv, length, D]``, contiguous, in `dtype`. x: k or v of `Pages`; the others as there."""
     _, page, heads, size = x.shape
     out = x.new_empty((1, heads, length, size), dtype=dtype)
-    enqueue(gather_pages_kernel, (triton.cdiv(length, BLOCK), heads),
+    enqueue(gather_pages_kernel, (cdiv(length, BLOCK), heads),
         x, table, out, scale, length, *x.stride()[:3],
-        PAGE=page, BLOCK=BLOCK, D=size, BLOCK_D=triton.next_power_of_2(size), num_warps=4, **FUSED,
+        PAGE=page, BLOCK=BLOCK, D=size, BLOCK_D=power_of_two(size), num_warps=4, **FUSED,
     )  # fmt: skip
     return out
