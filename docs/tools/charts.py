@@ -240,9 +240,8 @@ def real(path: Path) -> None:
         for at, row in enumerate(rows):
             bars.barh(at, row.attention, height=0.74, color=ATTENTION)
             bars.barh(at, row.prefill, height=0.34, color=DEFAULT)
-            bars.text(
-                row.attention + 0.08, at, f"{row.attention:.2f}, {row.prefill:.2f}", va="center", fontsize=8, color=INK
-            )
+            end = max(row.attention, row.prefill) + 0.08
+            bars.text(end, at, f"{row.attention:.2f}, {row.prefill:.2f}", va="center", fontsize=8, color=INK)
             beside = (row.copies, row.facts, row.pairs, row.kl)
             for (name, x), text in zip(KEPT.items(), beside, strict=True):
                 if name in ("copies", "facts"):
@@ -251,8 +250,8 @@ def real(path: Path) -> None:
                         Rectangle((x - 0.23, at - 0.5), 0.25, 1, color=LOSES, alpha=0.85 * lost, linewidth=0)
                     )
                 table.text(x, at, text, ha="right", va="center", fontsize=8.5, color=INK)
-        texts = re.search(r"(\d+) texts", real_section(tokens))
-        dress_bars(bars, table, [row.label for row in rows], f"{tokens} tokens, {texts[0] if texts else 'texts'}")
+        texts = " or ".join(dict.fromkeys(re.findall(r"(\d+) texts", real_section(tokens))))
+        dress_bars(bars, table, [row.label for row in rows], f"{tokens} tokens, {texts} texts")
         bars.set_xlim(0, 1.25 * widest)
     axes[-1][0].set_xlabel("dense time / time; dashed: dense", fontsize=8.5, color=INK)
     figure.suptitle(
