@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from torch import Tensor
 
 from sparseprefill.call import AttentionCall
-from sparseprefill.errors import StageError
+from sparseprefill.errors import StageError, frameless
 from sparseprefill.pages import Pages
+from sparseprefill.plan import Result
 
-from ..session.session import Fallback, Outcome, Prefill
+from ..session.session import Fallback, Prefill
 from .failures import ends_engine, reason
 from .layer import Layer
 from .parts import Part
@@ -115,9 +116,12 @@ def _outcomes(
     for served, some in by_method.items():
         asked = [(call, prefill, _rows_read(runtime, layer, part)) for part, call, prefill in some]
         outcomes = served.session.run_many(asked)
+        for (part, *_), outcome in zip(some, outcomes, strict=True):
+            if isinstance(outcome, Exception):  # before the host computes any: what failed may hold memory
+                _fail(runtime, layer, part, outcome)
         for (part, call, _), outcome in zip(some, outcomes, strict=True):
             try:
-                found = _output(served, layer, part, call, outcome, slow)
+                found = None if isinstance(outcome, Exception) else _output(served, layer, part, call, outcome, slow)
             except Exception as error:
                 _fail(runtime, layer, part, error)
                 found = None
@@ -130,14 +134,12 @@ def _rows_read(runtime: Runtime, layer: Layer, part: Part) -> int | None:
 
 
 def _output(
-    served: Served, layer: Layer, part: Part, call: AttentionCall, outcome: Outcome, slow: bool
+    served: Served, layer: Layer, part: Part, call: AttentionCall, outcome: Result | Fallback, slow: bool
 ) -> Tensor | None:
-    if isinstance(outcome, Exception):
-        raise outcome
     if isinstance(outcome, Fallback):
         _count(served, layer, part, outcome.reason)
         if outcome.chosen and slow:
-            return served.session.whole(call)
+            return _whole(served, layer, call)
         part.small = outcome if outcome.small else None
         return None
     wanted = (*call.q.shape[:3], call.value_dim)
@@ -147,6 +149,16 @@ def _output(
         part.chunk.sparse += 1
         _end(part.chunk)
     return outcome.out
+
+
+def _whole(served: Served, layer: Layer, call: AttentionCall) -> Tensor | None:
+    """Dense attention by the library's kernels; where it fails the host computes the call, which is counted already."""
+    try:
+        return served.session.whole(call)
+    except Exception as error:
+        _survive(layer, error)
+        served.session.note(f"dense attention is left to the host: {reason(error)}")
+        return None
 
 
 def _again(runtime: Runtime, layer: Layer, part: Part) -> bool:
@@ -159,11 +171,17 @@ def _again(runtime: Runtime, layer: Layer, part: Part) -> bool:
 
 
 def _fail(runtime: Runtime, layer: Layer, part: Part, error: Exception) -> None:
-    """Other requests share this process: a broken stage, gate or plugin must not end them."""
+    """The host computes the part, and the error is the reason."""
+    _survive(layer, error)
+    decline(runtime, layer, part, reason(error))
+
+
+def _survive(layer: Layer, error: Exception) -> None:
+    """Other requests share this process: a broken stage, gate or plugin must not end them, nor hold what it used."""
     if ends_engine(error):
         raise error
     log.debug("layer %d", layer.index, exc_info=error)
-    decline(runtime, layer, part, reason(error))
+    frameless(error)
 
 
 def decline(runtime: Runtime, layer: Layer, part: Part, reason: str) -> None:

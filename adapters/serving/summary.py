@@ -9,13 +9,16 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from attrs import define, field, frozen
+
+from ..session.kinds import Kinds
 
 SECONDS = 10.0
 """Between two lines, where nothing else is asked for."""
 MOST_WAITING = 1024
-"""Kinds of calls whose densities wait for a line, beyond which the oldest are let go."""
+"""Kinds of calls, and of densities, that wait for a line, beyond which the oldest are let go."""
 
 
 @frozen
@@ -39,7 +42,7 @@ class Summary:
     _since: float = field(init=False)
     _sparse: int = field(default=0, init=False)
     _tokens: int = field(default=0, init=False)
-    _reasons: Counter[str] = field(factory=Counter, init=False)
+    _reasons: Kinds = field(factory=Kinds, init=False)
     _calls: Counter[Kind] = field(factory=Counter, init=False)
     _measured: dict[Kind, tuple[float, int]] = field(factory=dict, init=False)
     _lock: threading.Lock = field(factory=threading.Lock, init=False)
@@ -51,7 +54,7 @@ class Summary:
         """One chunk of a prompt ran dense, for this reason."""
         with self._lock:
             self._tokens += tokens
-            self._reasons[reason] += 1
+            self._reasons.add(reason)
 
     def sparse(self, tokens: int, kind: Kind, calls: int) -> None:
         """One chunk of a prompt ran sparse, in so many layers."""
@@ -59,33 +62,39 @@ class Summary:
             self._tokens += tokens
             self._sparse += 1
             self._calls[kind] += calls
+            _forget(self._calls)
 
     def density(self, kind: Kind, density: float) -> None:
         """The density of a measured call."""
         with self._lock:
             total, count = self._measured.get(kind, (0.0, 0))
             self._measured[kind] = total + density, count + 1
-            if len(self._measured) > MOST_WAITING:
-                del self._measured[next(iter(self._measured))]
+            _forget(self._measured)
 
     def line(self) -> str | None:
         """In words; None where there was no prefill. Begins anew."""
         with self._lock:
             now, begun = self.clock(), self._since
-            sparse, tokens, reasons, calls = self._sparse, self._tokens, self._reasons, self._calls
+            sparse, tokens, reasons, calls = self._sparse, self._tokens, self._reasons.counts(), self._calls
             self._since, self._sparse, self._tokens = now, 0, 0
-            self._reasons, self._calls = Counter(), Counter()
+            self._reasons, self._calls = Kinds(), Counter()
             measured = {kind: self._measured.pop(kind, (0.0, 0)) for kind in calls}
         if not sparse and not reasons:
             return None
-        dense = f"{reasons.total()} dense"
+        dense = f"{sum(reasons.values())} dense"
         if reasons:
-            ((why, count),) = reasons.most_common(1)
+            why, count = max(reasons.items(), key=lambda one: one[1])
             dense += f" ({count}x {why})"
         seconds = max(now - begun, 1e-9)
         parts = [f"{sparse} sparse", dense, *_densities(calls, measured)]
         parts.append(f"{tokens / seconds:.1f} tokens/s of prefill")
         return f"prefill chunks of the last {seconds:.0f} s: {', '.join(parts)}"
+
+
+def _forget(kinds: dict[Kind, Any]) -> None:
+    """Let the oldest go where no line has asked for long, as where none is logged."""
+    if len(kinds) > MOST_WAITING:
+        del kinds[next(iter(kinds))]
 
 
 def _densities(calls: Counter[Kind], measured: Mapping[Kind, tuple[float, int]]) -> list[str]:

@@ -16,6 +16,7 @@ from attrs import define, field, frozen
 from sparseprefill.call import AttentionCall
 from sparseprefill.plan import Result
 
+from ..session.kinds import MOST, OTHERS
 from ..session.ledger import Uncounted
 from ..session.session import Session
 from ..session.watch import CallRecall
@@ -85,6 +86,7 @@ class Tally:
     _pairs: dict[int, tuple[int, int]] = field(factory=dict, init=False)
     _children: dict[tuple[str, ...], Any] = field(factory=dict, init=False)
     _classes: dict[int, str] = field(factory=dict, init=False)
+    _labels: set[str] = field(factory=set, init=False)
 
     def chunk(self, tokens: int, keys: int) -> Chunk:
         """A prompt's chunk that begins: its tokens, and the keys of its calls."""
@@ -107,12 +109,12 @@ class Tally:
         """A layer ran a request's chunk dense."""
         layers = self.layer_class(layer)
         self._count("prefill_calls", 1, layers, "dense")
-        self._count("fallbacks", 1, layers, NUMBER.sub("N", reason))
+        self._count("fallbacks", 1, layers, self._label(reason))
 
     def dense(self, tokens: int, reason: str) -> None:
         """A chunk is through all layers, and none ran it sparse, for this reason."""
         self._settle(tokens, "dense")
-        self._count("dense_chunks", 1, NUMBER.sub("N", reason))
+        self._count("dense_chunks", 1, self._label(reason))
         self.summary.dense(tokens, reason)
 
     def sparse(self, tokens: int, keys: int, calls: int) -> None:
@@ -153,6 +155,13 @@ class Tally:
         if 0 <= density <= 1:  # not a number where a call has padding alone
             self._observe("density", density, layers)
             self.summary.density(Kind(self.owner.profile, keys), density)
+
+    def _label(self, reason: str) -> str:
+        """The reason without its numbers; beyond `MOST`, which only a stranger's words reach, none by itself."""
+        text = NUMBER.sub("N", reason)
+        if len(self._labels) < MOST:
+            self._labels.add(text)
+        return text if text in self._labels else OTHERS
 
     def _settle(self, tokens: int, mode: str) -> None:
         self._count("prefill_chunks", 1, mode)

@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
 from typing import TypeVar
 
+import torch
 from attrs import define, evolve, field, frozen
 from torch import Tensor
 
 from sparseprefill.breakeven.gate import OFF, GateChoice, with_remedy
 from sparseprefill.call import AttentionCall, uncast
-from sparseprefill.errors import AttachError, ParameterError, UnsupportedCallError, printed, told
+from sparseprefill.errors import AttachError, ParameterError, UnsupportedCallError, frameless, printed, told
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.memory import Memory
 from sparseprefill.pipeline import SHARE, Pipeline
@@ -192,6 +193,7 @@ class Session:
             return [found]
         self.note(APART.format(error=type(found).__name__))
         log.debug("%s", APART.format(error=found), exc_info=found)
+        frameless(found)
         return [one for some in planned for one in self._execute(pipeline, [some])]
 
     def _end(self, begun: _Begun, found: Result | Exception) -> Result | Fallback:
@@ -447,9 +449,12 @@ def sizes(call: AttentionCall) -> tuple[int, int, int]:
 
 
 def _tried(run: Callable[[], T]) -> T | Exception:
-    """Result of a function, or the exception that it raises."""
+    """Result of a function, or the exception that it raises; where memory ran out it holds none of the call's."""
     try:
         return run()
+    except torch.OutOfMemoryError as error:
+        log.debug("out of memory", exc_info=True)
+        return frameless(error)
     except Exception as error:
         return error
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, TypeVar
 
+E = TypeVar("E", bound=BaseException)
 LONGEST = 400
 """Characters of a value that a message shows."""
 
@@ -94,6 +95,18 @@ def told(error: object) -> str:
         return str(error)
     except Exception:
         return f"a {type(error).__name__} that cannot be printed"
+
+
+def frameless(error: E) -> E:
+    """The error, and those that it was raised from, without their tracebacks: frames hold the call's tensors, and
+    whoever keeps an error keeps them."""
+    one: BaseException | None = error
+    seen: set[int] = set()
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        one.__traceback__ = None
+        one = one.__cause__ or one.__context__
+    return error
 
 
 def printable(error: BaseException) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor
 from triton.errors import TritonError
 
 from sparseprefill.call import AttentionCall
+from sparseprefill.errors import frameless
 from sparseprefill.kernels.enqueue import enqueue
 from sparseprefill.kernels.family.chips import NONE, Chip, chip
 from sparseprefill.kernels.settings import (
@@ -190,7 +191,7 @@ def _module() -> Any:
 
 def _fail(error: Exception) -> None:
     """From now on the portable kernel serves, which one warning says."""
-    FAILED.append(error)
+    FAILED.append(frameless(error))
     text = "rowmax's kernel for Hopper does not work with triton %s; the portable one serves instead: %s"
     logging.getLogger(__name__).warning(text, triton.__version__, error)
 

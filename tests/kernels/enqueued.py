@@ -21,6 +21,8 @@ from kernels.offline import Loading, pretend, replace
 from sparseprefill.kernels import enqueue as ours
 
 LAUNCHED: list[tuple[Any, ...]] = []
+REFUSED: list[Exception] = []
+"""What the driver raises at the next launches."""
 BUFFER = torch.zeros(4096)
 
 
@@ -42,7 +44,9 @@ def mixed_kernel(
 
 
 def note(x: int, y: int, z: int, stream: int, function: Any, *rest: Any) -> None:
-    """Note a launch: packed metadata, the launch's own, and two hooks come before the arguments."""
+    """Note a launch: packed metadata, the launch's own, and two hooks come before the arguments. Or refuse it."""
+    if REFUSED:
+        raise REFUSED.pop()
     LAUNCHED.append(((x, y, z), stream, function, rest[0], tuple(map(_shown, rest[4:]))))
 
 
@@ -95,14 +99,33 @@ def main() -> None:
     ours.enqueue(mixed_kernel, grid, *args[:3], 7, *args[4:], **options)
     found["beyond the most"] = len(known)
 
+    def launch() -> str:
+        try:
+            ours.enqueue(mixed_kernel, grid, *args[:3], 7, *args[4:], **options)
+        except (RuntimeError, ValueError) as error:
+            return str(error)
+        return ""
+
+    compiled, *_ = mixed_kernel.device_caches[0]
+    before, triton.knobs.runtime.debug = len(compiled), True
+    launch()
+    found["compiled for debugging"], triton.knobs.runtime.debug = len(compiled) - before, False
+    REFUSED.append(RuntimeError("Triton Error [CUDA]: out of memory"))
+    LAUNCHED.clear()
+    found["the device's error"] = [launch(), len(LAUNCHED), len(ours.FAILED)]
+    REFUSED.extend([ValueError("no CUDA tensor")] * 2)
+    found["the caller's error"] = [launch(), len(LAUNCHED), len(ours.FAILED)]
+
     def refuse(*_: Any) -> None:
         raise TypeError("another interface")
 
     replace(CompiledKernel, __getitem__=refuse)
     LAUNCHED.clear()
     for _ in range(2):
-        ours.enqueue(mixed_kernel, grid, *args[:3], 7, *args[4:], **options)
-    sys.stdout.write(json.dumps({**found, "launched": len(LAUNCHED), "error": list(map(str, ours.FAILED))}) + "\n")
+        launch()
+    (error,) = ours.FAILED
+    found |= {"launched": len(LAUNCHED), "error": str(error), "frames": error.__traceback__ is not None}
+    sys.stdout.write(json.dumps(found) + "\n")
 
 
 if __name__ == "__main__":

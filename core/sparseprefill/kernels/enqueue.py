@@ -10,17 +10,21 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import torch
 import triton
 from torch import Tensor
+from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
+
+from sparseprefill.errors import frameless
 
 MOST = 256
 """Launches of one kernel that are remembered; those of one step differ in tensors alone."""
 NUMBERS = frozenset({int, float, bool, type(None)})
 NOTHING = "nothing known"
+SWITCHES = (knobs.runtime, "add_stages_inspection_hook"), (knobs.compilation, "instrumentation_mode")
+"""Beside debugging, what makes Triton compile otherwise; not every version has them."""
 FAILED: list[Exception] = []
 """The error for which every launch goes Triton's own way; empty while none does."""
 _KNOWN: dict[int, tuple[Any, dict[Any, tuple[CompiledKernel, tuple[str, ...]]]]] = {}
@@ -34,7 +38,7 @@ def enqueue(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> N
     told. In the interpreter, and where anything is out of the ordinary, nothing but Triton's own launch.
     """
     key = None
-    if isinstance(kernel, JITFunction) and not kernel.pre_run_hooks and not FAILED:
+    if isinstance(kernel, JITFunction) and not kernel.pre_run_hooks and not FAILED and not _inspected(kernel):
         key = _key(args, options)
     if key is None:
         kernel[grid](*args, **options)
@@ -53,12 +57,12 @@ def enqueue(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> N
             whole: Any = (*grid, 1, 1)[:3]
             given = (*args, *[options[name] for name in last])
             compiled[whole](*given, stream=active.get_current_stream(device))
-        except torch.OutOfMemoryError:
+        except RuntimeError:  # of the device, or of memory: Triton's own launch would meet it, too
             raise
-        except Exception as error:  # of an interface that another version may have changed
-            _fail(error)
-        else:
-            return
+        except Exception as error:
+            kernel[grid](*args, **options)  # where it fails, too, the error is of the arguments, or of a hook
+            _fail(error)  # else of an interface that another version has changed
+        return
     made = kernel[grid](*args, **options)
     last = tuple(kernel.arg_names[len(args) :])
     if _ran(made) and all(name in options for name in last):
@@ -82,6 +86,12 @@ def _fact(x: Any) -> Any:
     return (x.base.dtype, *x.block_shape, getattr(x, "layout", None)) if hasattr(x, "block_shape") else NOTHING
 
 
+def _inspected(kernel: Any) -> bool:
+    """True while kernels are compiled otherwise than their arguments say: for debugging, or under instruments."""
+    switches = kernel.debug, knobs.runtime.debug, *(getattr(place, name, None) for place, name in SWITCHES)
+    return any(switches)
+
+
 def _ran(made: Any) -> bool:
     """True if a launch gave the compiled kernel that ran, on a GPU whose compiler looks at nothing else."""
     if not isinstance(made, CompiledKernel) or made.module is None:
@@ -91,6 +101,6 @@ def _ran(made: Any) -> bool:
 
 def _fail(error: Exception) -> None:
     """From now on launches go Triton's own way, which one warning says."""
-    FAILED.append(error)
+    FAILED.append(frameless(error))
     text = "launches like one before do not work with triton %s; each goes Triton's own way instead: %s"
     logging.getLogger(__name__).warning(text, triton.__version__, error)

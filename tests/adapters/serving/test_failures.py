@@ -4,7 +4,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -100,12 +103,15 @@ def runtime(pipeline: sp.Pipeline, counts: Any = None, **options: Any) -> Runtim
     return Runtime(parsed, made, Model(whole, whole, "M", "STOCK", 0), tally)
 
 
-def layer(mine: Runtime, requests: int = 1, prompt: int | None = None) -> torch.Tensor:
-    """The output of a layer for a few prompts, as the backend's forward runs it."""
+def layer(
+    mine: Runtime, requests: int = 1, prompt: int | None = None, meanwhile: Callable[[], None] = lambda: None
+) -> torch.Tensor:
+    """The output of a layer for a few prompts, as the backend's forward runs it. meanwhile: while the host computes."""
     query = torch.randn(TOKENS * requests, HEADS, SIZE)
     output = torch.full_like(query, float("nan"))
 
     def stock(part: Part, rows: torch.Tensor, out: torch.Tensor) -> None:
+        meanwhile()
         out.fill_(HOSTS)
 
     parts = [
@@ -187,6 +193,39 @@ def test_memory_that_ran_out_is_a_fallback() -> None:
     mine = runtime(pipeline("estimate", torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")))
     layer(mine)
     assert "out of memory" in next(iter(mine.report().fallbacks))
+
+
+class Hungry(Stage):
+    """An estimator that fails while it holds a tensor of its own."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__("estimate", error)
+        self.held: list[weakref.ref[torch.Tensor]] = []
+
+    def estimate(self, call: sp.AttentionCall, memory: sp.Memory) -> sp.Plan:
+        scores = torch.zeros(8)
+        self.held.append(weakref.ref(scores))
+        raise type(self._error)(*self._error.args)
+
+
+@pytest.mark.parametrize("requests", [1, 3])
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), ZeroDivisionError("by zero")])
+def test_while_the_host_computes_nothing_holds_what_a_failed_call_used(error: Exception, requests: int) -> None:
+    stage, seen = Hungry(error), list[int]()
+    mine = runtime(sp.Pipeline(stage, name="mine"))
+
+    def look() -> None:
+        seen.append(sum(one() is not None for one in stage.held))
+
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(2):
+            layer(mine, requests, meanwhile=look)
+    finally:
+        gc.enable()
+    assert [0] * 2 * requests == seen
+    assert 2 * requests == len(stage.held)
 
 
 @pytest.mark.parametrize(

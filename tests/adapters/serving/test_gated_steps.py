@@ -129,6 +129,22 @@ def test_a_slow_host_leaves_small_calls_to_the_library() -> None:
     assert [] == step.stocks
 
 
+def test_what_the_library_cannot_compute_either_is_the_hosts_and_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Step(SHORT, slow=True)
+
+    def whole(_: sp.AttentionCall) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(step.mine.session, "whole", whole)
+    for index in range(2):
+        output = step.layer(index)
+        assert output is not None
+        assert (output == HOSTS).all()
+    assert [(layer, 1, {SMALL: 1}) for layer in range(2)] == step.dense_calls()
+    (note,) = step.mine.session.report("M", "STOCK").notes
+    assert "left to the host: OutOfMemoryError: CUDA out of memory" in note
+
+
 @pytest.mark.parametrize("lengths", [(SHORT,), (SHORT, LONG)])
 def test_the_next_step_is_asked_anew(lengths: tuple[int, ...]) -> None:
     """A verdict stands with the parts of its step; a request's own stands with its Memory."""

@@ -23,6 +23,7 @@ from sparseprefill.adapters.serving.runtime import NO_PROFILE
 from sparseprefill.adapters.serving.summary import MOST_WAITING, Kind, Summary, every
 from sparseprefill.adapters.serving.tally import METRICS, OWNER, PREFIX, Served, Tally
 from sparseprefill.adapters.serving.tally import Owner as Whose
+from sparseprefill.adapters.session.kinds import MOST
 from sparseprefill.adapters.session.options import HostOptions
 from sparseprefill.adapters.session.session import Session
 from sparseprefill.adapters.vllm.plan import plan
@@ -131,6 +132,19 @@ class Owner:
         self.calls += 1
         if self.calls >= 3:
             self.enough.set()
+
+
+def test_what_no_line_asks_for_does_not_grow() -> None:
+    """Of ever other lengths and words: where no line is logged, nobody empties it."""
+    tally = Tally()
+    for n in range(MOST_WAITING + 500):
+        tally.summary.sparse(10, Kind("", n), 1)
+        tally.dense(n, f"a prompt of {n:,} tokens is {'too' * (n % 7)} short")
+        tally.fallback(0, "x" * n)
+    assert MOST_WAITING == len(tally.summary._calls)
+    assert len(tally.summary._reasons) <= 8
+    assert len(tally._children) < 2 * MOST
+    assert f"{MOST_WAITING + 500} dense" in str(tally.summary.line())
 
 
 def test_the_thread_ends_with_its_owner() -> None:

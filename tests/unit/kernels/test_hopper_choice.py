@@ -115,6 +115,7 @@ def test_running_out_of_memory_is_no_reason_to_give_the_kernel_up(monkeypatch: p
 def test_what_it_declines_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     only(monkeypatch, HOPPER)
     choosing._declined.cache_clear()
+    choosing._SAID.clear()
     with caplog.at_level(logging.INFO):
         for given in (call(), call(softcap=30.0), call(softcap=20.0)):
             choice = chosen(given, SparseMask.full(given, 128))
@@ -122,6 +123,21 @@ def test_what_it_declines_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: 
             plain = given.softcap is None
             assert (choice.family.name == "hopper") == plain == (choice.reason == "")
     assert ["softcap" in record.message for record in caplog.records] == [True]
+
+
+def test_a_length_makes_no_other_reason(caplog: pytest.LogCaptureFixture) -> None:
+    choosing._SAID.clear()
+    with caplog.at_level(logging.INFO):
+        for length in range(1000, 1010):
+            choosing._declined("hopper-int8", f"{length:,} keys; 8 bits pay from 65,536 on")
+    assert len(caplog.records) == 1
+
+
+def test_a_failure_that_is_kept_holds_no_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, Made(RuntimeError("too many registers")).family)
+    given = call(torch.float16, 64)
+    TritonExecutor().execute(given, Plan(SparseMask.full(given)))
+    assert [error.__traceback__ for error in choosing.FAILED.values()] == [None]
 
 
 def test_a_result_says_which_kernel_made_it(monkeypatch: pytest.MonkeyPatch) -> None:

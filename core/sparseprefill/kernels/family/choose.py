@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, lru_cache
 from importlib import import_module
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from attrs import Attribute, evolve, frozen
 
 from sparseprefill.call import AttentionCall
-from sparseprefill.errors import UnsupportedCallError
+from sparseprefill.errors import UnsupportedCallError, frameless
 from sparseprefill.kernels.family.chips import NONE, Capability, amd, capability
 from sparseprefill.kernels.family.record import Family, Job, Launched, Wanted
 from sparseprefill.mask.mask import SparseMask
@@ -25,6 +26,8 @@ FAILED: dict[tuple[str, Hashable], Exception] = {}
 """By kernel and variant, what does not compile or launch here; empty while all of them work."""
 ALL = "any call"
 """In place of a variant, of a kernel that cannot even be imported or asked."""
+_SAID: set[tuple[str, str]] = set()
+"""Kernels and reasons, without their numbers, that were logged."""
 _KNOWN: ContextVar[tuple[Family, ...] | None] = ContextVar("known", default=None)
 log = logging.getLogger(__name__)
 
@@ -211,15 +214,18 @@ def _other_chip(family: Family, device: torch.device) -> str:
     return f"needs an NVIDIA GPU of capability {numbers}, this one {which}"
 
 
-@cache
+@lru_cache(maxsize=1024)
 def _declined(name: str, reason: str) -> None:
-    """Said once for each reason; `info`, since small tiles or a softcap are no fault of anybody."""
-    log.info("the kernel %s does not serve calls with %s; the next in line is asked", name, reason)
+    """Said once for each reason, whatever its numbers; `info`, since small tiles or a softcap are no fault of anybody."""
+    kind = name, re.sub(r"\d[\d,.]*", "N", reason)
+    if kind not in _SAID:
+        _SAID.add(kind)
+        log.info("the kernel %s does not serve calls with %s; the next in line is asked", name, reason)
 
 
 def fail(family: Family, which: Hashable, error: Exception) -> str:
     """From now on other kernels serve this variant, which one warning says. Returns the reason."""
-    FAILED[family.name, which] = error
+    FAILED[family.name, which] = frameless(error)
     text = "the kernel %s does not work here (torch %s) for %s; another serves instead: %s"
     log.warning(text, family.name, torch.__version__, which, error)
     return _failure(family, which) or ""
