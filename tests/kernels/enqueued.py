@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton import knobs
 from triton.compiler import CompiledKernel
 
 from kernels.offline import Loading, pretend, replace
@@ -107,9 +108,9 @@ def main() -> None:
         return ""
 
     compiled, *_ = mixed_kernel.device_caches[0]
-    before, triton.knobs.runtime.debug = len(compiled), True
+    before, knobs.runtime.debug = len(compiled), True
     launch()
-    found["compiled for debugging"], triton.knobs.runtime.debug = len(compiled) - before, False
+    found["compiled for debugging"], knobs.runtime.debug = len(compiled) - before, False
     REFUSED.append(RuntimeError("Triton Error [CUDA]: out of memory"))
     LAUNCHED.clear()
     found["the device's error"] = [launch(), len(LAUNCHED), len(ours.FAILED)]
