@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from json import dumps
 from math import ceil
 from pathlib import Path
@@ -131,8 +131,8 @@ def try_(
             how={**how, **place.facts},
         )
         shown.finished(
-            f"{len(prompts)} texts of {length:,} tokens, {len(methods)} methods; about {seconds:.0f} s, and a reading "
-            "that has begun is finished"
+            f"{_counted(prompts, 'text')} of {length:,} tokens, {_counted(methods, 'method')}; about {seconds:.0f} s, "
+            "and a reading that has begun is finished"
         )
         readings = ModelReadings(loaded, identity, prompts, evolve(SIZES, every=EVERY[place.kind]), TAIL)
         searcher = Searcher(length, candidates(methods), readings, target, "seconds", until=began + SEARCH * seconds)
@@ -161,7 +161,7 @@ def try_(
     if json:
         render.write_json({"version": __version__, "model": model, **how, **place.facts, **result.facts})
     else:
-        result.show(f"{model}: {len(prompts)} texts of {length:,} tokens, {place}")
+        result.show(f"{model}: {_counted(prompts, 'text')} of {length:,} tokens, {place}")
         for name, reason in left_out.items():
             render.line(f"{name} is left out: {reason}", style="dim")
     render.broken(registry)
@@ -340,7 +340,7 @@ def _kept(trial: Trial) -> str:
 
     one, parts = Summary.of(trial.outcomes, 0), []
     if one.copies.telling:
-        parts.append(f"it copies {one.copies.right:,} of the {one.copies.dense:,} tokens that dense attention copies")
+        parts.append(f"it copies {one.copies.right:,} tokens, dense attention {one.copies.dense:,}")
     if one.inside is not None:
         parts.append(f"its next tokens are {one.inside.kl:.4f} nats (KL) from dense attention's, inside the prompt")
     return ", ".join([*parts, f"and it computes {one.density:.0%} of the pairs"])
@@ -381,6 +381,10 @@ def _length(model: Any, longest: int, methods: int, seconds: float) -> int:
         cost = READING * methods * once * (one / begun) ** 2  # at most: not all of a prefill is attention
         fits = one if cost <= seconds / 2 else fits
     return fits
+
+
+def _counted(found: Sized, word: str) -> str:
+    return f"{len(found)} {word}{'' if len(found) == 1 else 's'}"
 
 
 def _prompts(texts: Sequence[Text] | None, source: Source, length: int, seed: int) -> list[Prompt]:

@@ -160,8 +160,8 @@ def _prompts(
         found = tokenized(texts[:count], source.tokenizer, tokens)
         for prompt in found:
             source.check_greedy(f"the prompt {prompt.name} has {len(prompt.ids)} tokens", len(prompt.ids), greedy)
-        room = None if most is None else most - greedy
-        return found if as_is else [with_copies(one, room, seed) for one in found]
+        rooms = [one for one in (None if most is None else most - greedy, tokens) if one is not None]
+        return found if as_is else [with_copies(one, min(rooms, default=None), seed) for one in found]
     tokens = tokens or min(BUILT_IN, (most or BUILT_IN) - greedy)
     source.check_greedy(f"a built-in prompt has {tokens} tokens", tokens, greedy)
     return built_in(source.tokenizer, tokens, count, seed)

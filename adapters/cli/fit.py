@@ -174,7 +174,10 @@ def _prompts(
         for one in found:
             source.check_greedy(f"the prompt {one.name} has {len(one.ids)} tokens", len(one.ids), greedy)
         groups = _grouped(found, count)
-    return groups if as_is else {key: [with_copies(one, room, seed) for one in own] for key, own in groups.items()}
+    if as_is:
+        return groups
+    most = {key: key if lengths and (room is None or key < room) else room for key in groups}
+    return {key: [with_copies(one, most[key], seed) for one in own] for key, own in groups.items()}
 
 
 def _of_length(found: list[Prompt], length: int, path: Path | None) -> list[Prompt]:

@@ -80,7 +80,7 @@ def verdict(rows: Sequence[Summary]) -> str:
     faster = "" if times is None else f", prefill {times:.2f} times as fast"
     same = f"KL {small(near.kl)}, {near.agreement:.1%} of tokens the same"
     if best.copies.telling:
-        same = f"{best.copies.right:,} of the {best.copies.dense:,} tokens that dense copies, {same}"
+        same = f"{best.copies.right:,} tokens copied where dense copies {best.copies.dense:,}, {same}"
     return f"{best.contender.label} changes next tokens least: {same}{faster}."
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from contextlib import nullcontext
+from difflib import get_close_matches
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,7 +101,10 @@ def attach(
         skip_unread=skip_unread,
     )
     profile = None if profile is None else Profile.load(profile)
-    given = Route.of(_pipeline(method, profile, parameters)).with_recall(recall)
+    try:
+        given = Route.of(_pipeline(method, profile, parameters)).with_recall(recall)
+    except ParameterError as error:
+        raise _with_options(error, parameters) from error.__cause__
     # A route's own gate goes before "auto"; any other choice goes before a route's own.
     route = given if gate == AUTO and given.gate is not None else Route.of(gated(given, gate))
     session = Session(route, options, observe=observe)
@@ -114,6 +119,16 @@ def attach(
     with replacing(decoder) if replace else nullcontext(), attaching(decoder):
         check(decoder, STAR)
         return _bound(model, decoder, session, verify=verify, skip_unread=skip_unread)
+
+
+def _with_options(error: ParameterError, parameters: Iterable[str]) -> ParameterError:
+    """The error; where it speaks of a parameter that is nearly called like an option of `attach`, with that."""
+    options = [name for name, one in signature(attach).parameters.items() if one.kind is one.KEYWORD_ONLY]
+    for name in parameters:
+        close = get_close_matches(name, options, n=1)
+        if close and f"has no parameter {name!r}" in str(error):
+            return ParameterError(f"{error}. Or did you mean {close[0]!r}, an option of attach?")
+    return error
 
 
 def detach(model: torch.nn.Module) -> Handle | None:

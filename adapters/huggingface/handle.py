@@ -29,6 +29,7 @@ class Handle(Attachment):
     the model's attention while it is attached. active: whether it is.
     """
 
+    _blocks: int = field(default=0, init=False)
     _host: str = field(default=Factory(lambda self: type(self.model).__name__, takes_self=True), init=False)
 
     def bind(self) -> None:
@@ -77,12 +78,18 @@ class Handle(Attachment):
         return self.session.report(self._host, self.original.name)
 
     def __enter__(self) -> Self:
-        """Attach again, if the handle was detached."""
-        self.bind()
+        """Attach again, if the handle was detached. Blocks may be nested: the outermost detaches."""
+        with LOCK:
+            self.bind()
+            self._blocks += 1
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.detach()
+        with LOCK:
+            self._blocks = max(0, self._blocks - 1)
+            inside = self._blocks > 0
+        if not inside:
+            self.detach()
 
     def __repr__(self) -> str:
         state = "attached" if self.active else "detached"

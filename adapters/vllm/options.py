@@ -32,7 +32,7 @@ def parse(additional: object) -> Options:
             f"--additional-config has {', '.join(ours)} at its top, where vLLM's plugins share a table: put what is "
             f'for {TABLE} into one of its own, {{"{TABLE}": {{"{ours[0]}": ...}}}}'
         )
-    example = '--additional-config \'{"sparseprefill": {"method": "streaming"}}\''
+    example = '--additional-config \'{"sparseprefill": {"method": "rowmax"}}\''
     raise ParameterError(f"the backend CUSTOM is selected, but no method: add {example}")
 
 

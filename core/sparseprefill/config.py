@@ -6,6 +6,7 @@ import re
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,9 @@ from sparseprefill.union import UnionEstimator
 from sparseprefill.validate import FILE
 
 DEEPEST = 32
-"""Unions within unions."""
+"""Unions within unions, and methods within methods."""
+_DEPTH: ContextVar[int] = ContextVar("depth", default=0)
+"""Methods around the one that is made now, as its `inner`."""
 WHOLE = "the configuration"
 KEYS = ("corrector", "executor", "gate", "method", "name", "parameters", "profile", "recall", "refiners", "union")
 
@@ -55,6 +58,19 @@ def from_config(
         return _Reader(registry, path.parent).pipeline(_load(path), at)
 
 
+@contextmanager
+def _one_deeper() -> Iterator[None]:
+    """While a method's `inner` is made; ParameterError where these are nested too deeply, or in a circle."""
+    depth = _DEPTH.get() + 1
+    if depth > DEEPEST:
+        raise ParameterError(f"inner is nested too deeply, or contains itself: use at most {DEEPEST} levels of inner")
+    before = _DEPTH.set(depth)
+    try:
+        yield
+    finally:
+        _DEPTH.reset(before)
+
+
 def inner_method(given: str | Mapping[str, Any] | Pipeline | PatternEstimator, why: str) -> Pipeline:
     """The method that another one takes as its parameter `inner`: its estimator and refiners are what runs.
 
@@ -66,7 +82,8 @@ def inner_method(given: str | Mapping[str, Any] | Pipeline | PatternEstimator, w
     what is executed; and for a table with an executor.
     """
     if isinstance(given, str | Mapping):
-        made = from_config({"method": given} if isinstance(given, str) else given, at="inner")
+        with _one_deeper():
+            made = from_config({"method": given} if isinstance(given, str) else given, at="inner")
     else:
         made = given if isinstance(given, Runner) else Pipeline(given, name=type(given).__name__)
     if not isinstance(made, Pipeline):

@@ -19,9 +19,8 @@ A plugin is a module (or object) that implements one or more hooks, named in the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import pluggy
@@ -57,9 +56,33 @@ class Later:
         return getattr(import_module(self.module), self.function)(*arguments, **named)
 
 
+class _Table(Mapping[str, Any]):
+    """A table that nobody writes to, and that can be copied, pickled and hashed as any other parameter."""
+
+    __slots__ = ("_items",)
+
+    def __init__(self, items: Mapping[str, Any]) -> None:
+        self._items = dict(items)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._items))  # values may have no hash
+
+    def __repr__(self) -> str:
+        return repr(self._items)
+
+
 def method_table(value: Any) -> Any:
     """The converter of a parameter that takes another method (`a_method`): nobody may write to its table."""
-    return MappingProxyType(dict(value)) if isinstance(value, Mapping) else value
+    return _Table(value) if isinstance(value, Mapping) else value
 
 
 def a_method(_: Any, attribute: Attribute[Any], value: Any) -> None:

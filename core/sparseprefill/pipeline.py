@@ -297,6 +297,9 @@ class Pipeline(Runner):
 
         memories: of each call's request; None for calls on their own, of different requests.
         """
+        for name, listed in (("calls", calls), ("memories", () if memories is None else memories)):
+            if not isinstance(listed, Sequence):
+                raise ParameterError(f"{name} is {printed(listed)}: pass a list")
         given = [None] * len(calls) if memories is None else memories
         if len(given) != len(calls):
             raise ParameterError(f"memories has {len(given)} entries: pass one for each of {len(calls)} calls, or None")

@@ -150,6 +150,9 @@ class Plan:
             if region is not mask.geometry and not mask.geometry.fits(region):
                 mine, theirs = mask.geometry.describe(), region.describe()
                 raise MaskError(f"Plan.carry covers {theirs}, the mask is for {mine}: make both for one call")
+            rows, wanted_state = tuple(self.carry.state.m.shape), (region.batch, region.heads, region.q_len)
+            if rows != wanted_state:
+                raise MaskError(f"Plan.carry.state has rows {rows}: pass one of the call's {wanted_state}, [B, Hq, Nq]")
         if self.probe is not None:
             wanted = (mask.geometry.batch, mask.geometry.heads)
             _check("Plan.probe", self.probe, Tensor)
@@ -210,7 +213,12 @@ class Plan:
         """A state of its own for the call, float32 or better: that of the carry, or nothing attended to yet."""
         (batch, heads, rows), dtype = call.q.shape[:3], torch.promote_types(call.q.dtype, torch.float32)
         state = SoftmaxState.empty((batch, heads, rows), call.value_dim, dtype, call.q.device)
-        return state if self.carry is None else state.merge(self.carry.state)
+        if self.carry is None:
+            return state
+        if self.carry.state.acc.shape[3] != call.value_dim:
+            wide = f"values of {self.carry.state.acc.shape[3]}"
+            raise MaskError(f"Plan.carry.state has {wide}: pass one of the call's dimension {call.value_dim}")
+        return state.merge(self.carry.state)
 
     def held(self, tile_k: int | None = None) -> Held:
         """Unite all masks, on their common grid, or with key tiles of fewer tokens, which divide the grid's."""

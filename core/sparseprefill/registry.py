@@ -127,6 +127,8 @@ class Registry:
         name or one that it offers is taken, PluginLoadError if it implements no hook, misspells it, raises, or
         offers something that is no Method, and no class of a refiner or corrector.
         """
+        if plugin is None:
+            raise PluginLoadError("plugin is None: pass a module or object with a hook implementation")
         record = PluginRecord(name, distribution, version)
         known = self._loaded(plugin, record)
         if known is not None:

@@ -16,6 +16,8 @@ NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 """Names of what plugins offer: methods, refiners, correctors and kernels."""
 WIDEST = 1 << 63
 """Integers from it on are none for a device."""
+MOST_TILE = 8192
+"""Tokens of a tile."""
 MOST_ROWS = (1 << 31) - 1
 """The most rows of a tail of dense rows."""
 LONGEST = 1e12
@@ -72,6 +74,11 @@ def whole(least: int = 1, most: int | None = None) -> Check:
     return check
 
 
+def tokens(least: int = 1) -> Check:
+    """Tokens of a tile or block: no more than `MOST_TILE`, since a tile is computed and held whole."""
+    return whole(least, MOST_TILE)
+
+
 def number(least: float = -math.inf, most: float = math.inf) -> Check:
     """A number, not NaN, from `least` to `most` (infinity allowed where the bounds allow it)."""
     words = f"number {least:g} to {most:g}"
@@ -79,10 +86,10 @@ def number(least: float = -math.inf, most: float = math.inf) -> Check:
 
 
 def multiple_of(other: str) -> Check:
-    """A positive integer that the field `other`, declared before, divides."""
+    """Tokens of a tile or block that the field `other`, declared before, divides."""
 
     def check(owner: Any, attribute: Attribute[Any], value: Any) -> None:
-        whole()(owner, attribute, value)
+        tokens()(owner, attribute, value)
         if value % getattr(owner, other):
             remedy = f"pass a multiple of {other}, {getattr(owner, other)}"
             raise ParameterError(f"{attribute.name} is {printed(value)}: {remedy}")

@@ -7,7 +7,7 @@ import math
 from attrs import field, frozen
 
 from sparseprefill.method import Later, Method, hookimpl
-from sparseprefill.validate import flag, number, whole
+from sparseprefill.validate import flag, number, tokens, whole
 
 
 @frozen(kw_only=True)
@@ -22,7 +22,7 @@ class AnchorConfig:
 
     theta: float = field(default=12.0, validator=number())
     step: int = field(default=16, validator=whole())
-    block: int = field(default=128, validator=whole())
+    block: int = field(default=128, validator=tokens())
     init_tokens: int = field(default=128, validator=whole())
     use_anchor: bool = field(default=True, validator=flag())
 

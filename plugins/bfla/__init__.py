@@ -6,7 +6,7 @@ from attrs import field, frozen
 
 from sparseprefill.errors import ParameterError
 from sparseprefill.method import Later, Method, hookimpl
-from sparseprefill.validate import flag, maybe, number, one_of, whole
+from sparseprefill.validate import flag, maybe, number, one_of, tokens, whole
 
 
 @frozen(kw_only=True)
@@ -23,7 +23,7 @@ class BflaConfig:
     Raises ParameterError where group or tile do not divide the block.
     """
 
-    block: int = field(default=256, validator=whole())
+    block: int = field(default=256, validator=tokens())
     group: int = field(default=64, validator=whole())
     keep_mass: float = field(default=0.99, validator=number(0.0, 1.0))
     score_norm: str = field(default="sum", validator=one_of("sum", "mean"))
@@ -32,7 +32,7 @@ class BflaConfig:
     stride: int | None = field(default=16, validator=maybe(whole()))
     random: float = field(default=0.0, validator=number(0.0, 1.0))
     seed: int = field(default=0, validator=whole(0, 2**63 - 1))
-    tile: int = field(default=128, validator=whole())
+    tile: int = field(default=128, validator=tokens())
     gqa_union: bool = field(default=False, validator=flag())
 
     def __attrs_post_init__(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from attrs import field, frozen
 
 from sparseprefill.method import Later, Method, hookimpl
-from sparseprefill.validate import number, whole
+from sparseprefill.validate import number, tokens, whole
 
 STAGES = f"{__name__}.stages"
 
@@ -14,7 +14,7 @@ STAGES = f"{__name__}.stages"
 class DenseConfig:
     """block: tile size in tokens."""
 
-    block: int = field(default=128, validator=whole())
+    block: int = field(default=128, validator=tokens())
 
 
 @frozen(kw_only=True)
@@ -26,7 +26,7 @@ class StreamingConfig:
 
     sink: int = field(default=1024, validator=whole(0))
     window: int = field(default=8192, validator=whole())
-    block: int = field(default=128, validator=whole())
+    block: int = field(default=128, validator=tokens())
 
 
 @frozen(kw_only=True)
@@ -37,7 +37,7 @@ class VerticalSlashConfig:
     """
 
     gamma: float = field(default=0.9, validator=number(0.0, 1.0))
-    block: int = field(default=128, validator=whole())
+    block: int = field(default=128, validator=tokens())
 
 
 @hookimpl

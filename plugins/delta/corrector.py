@@ -28,8 +28,8 @@ class Delta:
 
     With g the last position at or before row i that `gamma` divides: ``o_i + (dense_g - o_g)``, o being the output of
     the mask, of each query head by itself. Row g becomes dense, and nothing goes back to rows before it. The dense
-    output is the row's own, merged by LSE with the pairs that its mask leaves out; a row of which nothing is left out
-    gives no difference, so that a full mask changes no bit.
+    output is the row's own, merged by LSE with the pairs that its mask leaves out. A row of which nothing is left out
+    gives no difference and gets none: it is dense already, as the rows of a dense tail are.
 
     g is counted on each batch row's grid from its first real token, so padding changes nothing, and the grain is
     `gamma`: cuts at its multiples change nothing. A chunk that begins between two of them takes its first row in place
@@ -79,9 +79,31 @@ class Delta:
         difference = torch.cat(found, 2)
         group = geometry.query_positions() // self.gamma
         mine = rows_at(difference, group - geometry.first_tile(self.gamma)[:, None])
-        changed = (mine != 0) & geometry.real_queries()[:, None, :, None]
+        lacking = geometry.real_queries()[:, None] & ~_complete(call, held, values.shape[2])
+        changed = (mine != 0) & lacking[..., None]
         out = torch.where(changed, (result.out.to(mine.dtype) + mine).to(result.out.dtype), result.out)
         return evolve(result, out=out)
+
+
+def _complete(call: AttentionCall, held: Held, length: int) -> Tensor:
+    """bool ``[B, Hq, Nq]``: rows whose masks hold every key that they may see. length: of the keys, in whole tiles."""
+    geometry, (tile_q, tile_k), heads = call.geometry, held.grid, call.geometry.heads
+    tiles, inside = geometry.tiles(tile_q), torch.arange(tile_q, device=call.q.device)
+    step = max(1, _entries(call) // (geometry.batch * heads * length))
+    found = []
+    for at in range(0, tiles.shape[1], step):
+        tile = tiles[:, at : at + step]
+        kept = held.tiles(tile).repeat_interleave(tile_k, 3)
+        stripes = held.stripes(tile, length)
+        missing = (~(kept if stripes is None else kept | stripes)).cumsum(3, dtype=torch.int32)
+        last = (tile[..., None] * tile_q + inside)[:, None].expand(-1, heads, -1, -1)
+        lacking = missing.gather(3, last.clamp(0, length - 1))
+        if geometry.window is not None:
+            before = last - geometry.window
+            lacking = lacking - torch.where(before < 0, 0, missing.gather(3, before.clamp(0, length - 1)))
+        found.append(lacking == 0)
+    rows = geometry.query_positions() - geometry.first_tile(tile_q)[:, None] * tile_q
+    return rows_at(torch.cat(found, 2).flatten(2)[..., None], rows.clamp(min=0))[..., 0]
 
 
 def _differences(

@@ -8,7 +8,7 @@ from attrs import Attribute, field, frozen
 
 from sparseprefill.errors import ParameterError, printed
 from sparseprefill.method import Later, Method, hookimpl
-from sparseprefill.validate import number, one_of, whole
+from sparseprefill.validate import number, one_of, tokens, whole
 
 
 def _ceiling(config: FlexConfig, attribute: Attribute[Any], value: Any) -> None:
@@ -37,7 +37,7 @@ class FlexConfig:
 
     gamma: float = field(default=0.95, validator=number(0.0, 1.0))
     tau: float = field(default=0.1, validator=number(0.0))
-    block: int = field(default=128, validator=whole())
+    block: int = field(default=128, validator=tokens())
     min_budget: int = field(default=1024, validator=whole(0))
     max_budget: int | None = field(default=None, validator=_ceiling)
     coverage: str = field(default="row", validator=one_of("row", "global"))

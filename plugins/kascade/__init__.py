@@ -8,7 +8,7 @@ from attrs import field, frozen
 
 from sparseprefill.method import Later, Method, hookimpl
 from sparseprefill.profiles.table import NeededTable
-from sparseprefill.validate import maybe, number, whole
+from sparseprefill.validate import maybe, number, tokens, whole
 
 from .table import AnchorTable, Settings, parse
 
@@ -47,7 +47,7 @@ class KascadeConfig:
     anchors: Any = field(default=None, **TABLE.field)
     topk: float = field(default=0.1, validator=number(0.0, 1.0))
     least: int = field(default=128, validator=whole())
-    tile: int = field(default=128, validator=whole())
+    tile: int = field(default=128, validator=tokens())
     sampled: int | None = field(default=64, validator=maybe(whole()))
     dense_layers: int = field(default=1, validator=whole(0))
 

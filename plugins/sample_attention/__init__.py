@@ -5,7 +5,7 @@ from __future__ import annotations
 from attrs import field, frozen
 
 from sparseprefill.method import Later, Method, hookimpl
-from sparseprefill.validate import number, one_of, whole
+from sparseprefill.validate import number, one_of, tokens, whole
 
 
 @frozen(kw_only=True)
@@ -22,7 +22,7 @@ class SampleConfig:
     alpha_c: float = field(default=0.95, validator=number(0.0, 1.0))
     alpha_s: float = field(default=0.95, validator=number(0.0, 1.0))
     chunk_n: int = field(default=2, validator=whole())
-    block: int = field(default=128, validator=whole())
+    block: int = field(default=128, validator=tokens())
     extend: str = field(default="chunk", validator=one_of("chunk", "union"))
 
 

@@ -9,7 +9,7 @@ from attrs import field, frozen
 
 from sparseprefill.method import Later, Method, a_method, hookimpl, method_table
 from sparseprefill.profiles.table import NeededTable
-from sparseprefill.validate import number, whole
+from sparseprefill.validate import number, tokens
 
 from .table import ClusterTable, Settings, parse
 
@@ -57,7 +57,7 @@ class ShareConfig:
     gamma: float = field(default=0.9, validator=number(0.0, 1.0))
     tau: float = field(default=0.2, validator=number(0.0))
     delta: float = field(default=0.3, validator=number(0.0))
-    block: int = field(default=128, validator=whole())
+    block: int = field(default=128, validator=tokens())
     clusters: Any = field(default=None, **TABLE.field)
     inner: str | Mapping[str, Any] | Pipeline | PatternEstimator | None = field(
         default=None, converter=method_table, validator=a_method

@@ -5,7 +5,7 @@ from __future__ import annotations
 from attrs import field, frozen
 
 from sparseprefill.method import Later, Method, hookimpl
-from sparseprefill.validate import LONGEST, number, whole
+from sparseprefill.validate import LONGEST, number, tokens
 
 
 @frozen(kw_only=True)
@@ -17,7 +17,7 @@ class SkipSoftmaxConfig:
     """
 
     skip_below: float = field(default=587.0, validator=number(0.0, LONGEST))
-    block: int = field(default=128, validator=whole())
+    block: int = field(default=128, validator=tokens())
 
 
 @hookimpl

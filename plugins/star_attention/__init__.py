@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import field, frozen
 
 from sparseprefill.method import Later, Method, a_method, hookimpl, method_table
-from sparseprefill.validate import WIDEST, fitting, is_whole, maybe, whole
+from sparseprefill.validate import WIDEST, fitting, is_whole, maybe, tokens, whole
 
 if TYPE_CHECKING:
     from sparseprefill.pipeline import Pipeline
@@ -39,7 +39,7 @@ class StarConfig:
     inner: str | Mapping[str, Any] | Pipeline | PatternEstimator | None = field(
         default=None, converter=method_table, validator=a_method
     )
-    tile: int = field(default=128, validator=whole())
+    tile: int = field(default=128, validator=tokens())
 
 
 @hookimpl

@@ -104,7 +104,7 @@ def test_the_verdict_in_words_and_what_to_paste(folder: Path, monkeypatch: pytes
     (server,) = [line for line in result.stdout.splitlines() if line.startswith("--attention-backend CUSTOM")]
     table = json.loads(server.partition("'")[2].rstrip("'"))
     assert {"sparseprefill": {"profile": str(Path("mine.json").absolute())}} == table
-    assert "1 texts of 512 tokens, 1 methods; about 60 s" in result.stderr
+    assert "1 text of 512 tokens, 1 method; about 60 s" in result.stderr
     assert "dense attention: 2.00 s a prefill" in result.stderr
     assert 1 == result.stderr.count("streaming (")
 
@@ -219,7 +219,7 @@ def test_what_is_said_of_a_model_that_copies() -> None:
     one = verdict(WON, evolve(WON, tokens=2048), LOST, copies=GOOD, stock=DENSE)
     assert one.below == 2048
     assert one.said[0] == (
-        "Take streaming (defaults). It copies 90 of the 95 tokens that dense attention copies, its next tokens are "
+        "Take streaming (defaults). It copies 90 tokens, dense attention 95, its next tokens are "
         "0.0100 nats (KL) from dense attention's, inside the prompt, and it computes 25% of the pairs."
     )
     assert one.said[1:] == [
@@ -232,14 +232,16 @@ def test_where_nothing_keeps_enough_the_nearest_is_named(capsys: pytest.CaptureF
     one = verdict(copies=GOOD, stock=DENSE)
     assert (False, "", "", None) == (one.gains, one.line, one.server, one.facts["profile"])
     assert one.said[0] == "Stay dense: KL of at most 0.001: no setting reaches it."
-    assert one.said[1].startswith("The nearest was streaming (defaults): it copies 90 of the 95 tokens")
+    assert one.said[1].startswith("The nearest was streaming (defaults): it copies 90 tokens, dense attention 95")
     one.show("m")
     assert "attach(" not in capsys.readouterr().out
 
 
 def test_what_keeps_enough_and_is_slower_is_named() -> None:
     one = verdict(copies=GOOD, stock=DENSE, shortfall=0.5)
-    assert one.said[0].startswith("Stay dense up to 4,096 tokens: streaming (defaults) keeps enough (it copies 90 of")
+    assert one.said[0].startswith(
+        "Stay dense up to 4,096 tokens: streaming (defaults) keeps enough (it copies 90 tokens"
+    )
     assert one.said[0].endswith("but a prefill takes 1.00 s, and 2.00 s dense.")
     assert one.said[1] == "Longer prompts may gain: pass --tokens."
 

@@ -214,6 +214,25 @@ def test_a_handle_can_be_entered_again(model: Any) -> None:
     assert torch.equal(logits(model), eager)
 
 
+def test_an_option_that_is_misspelt_is_named(model: Any) -> None:
+    with pytest.raises(
+        sp.ParameterError, match=r"no parameter 'strickt'.*Or did you mean 'strict', an option of attach"
+    ):
+        attach(model, "streaming", strickt=True)
+    with pytest.raises(sp.ParameterError, match=r"no parameter 'windov'; did you mean 'window'\? Known: [a-z, ]*$"):
+        attach(model, "streaming", windov=3)
+
+
+def test_blocks_of_one_handle_may_be_nested(model: Any) -> None:
+    with attach(model, "streaming", tail=0, gate=None, **STREAMING) as handle:
+        sparse = logits(model)
+        with handle:
+            assert torch.equal(sparse, logits(model))
+        assert handle.active
+        assert torch.equal(sparse, logits(model))
+    assert not handle.active
+
+
 def test_names_do_not_grow_with_attachments(model: Any) -> None:
     def names() -> set[str]:
         return {*transformers.AttentionInterface._global_mapping, *transformers.AttentionMaskInterface._global_mapping}

@@ -112,5 +112,8 @@ def delta(call: AttentionCall, keep: Tensor, gamma: int) -> Tensor:
                     dense = head.softmax(head.pairs(i, seen))
                     change = [x - y for x, y in zip(dense, sparse, strict=True)]
                     fresh = False
+                if all(bool(keep[b, h, i, j]) for j in seen):  # dense already
+                    out[b, h, i] = torch.tensor(sparse, dtype=torch.float64)
+                    continue
                 out[b, h, i] = torch.tensor([x + y for x, y in zip(sparse, change, strict=True)], dtype=torch.float64)
     return out

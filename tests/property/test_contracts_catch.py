@@ -47,6 +47,30 @@ class Estimator:
 
 
 @frozen
+class Writer:
+    """An estimator that leaves something for the next layer."""
+
+    inner: Any
+
+    def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
+        memory.put("seen", 1)
+        plan: Plan = self.inner.estimate(call, memory)
+        return plan
+
+
+@frozen
+class Tailed:
+    """An estimator that promises more dense rows than its plans have."""
+
+    inner: Any
+    tail: ClassVar[int] = 40
+
+    def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
+        plan: Plan = self.inner.estimate(call, memory)
+        return plan
+
+
+@frozen
 class Executor:
     """The reference, with its result or its plan spoilt."""
 
@@ -195,6 +219,12 @@ BROKEN: dict[str, tuple[Pipeline, Callable[..., Any], str]] = {
         law("parts by heads == whole"),
         "in 2 parts by heads",
     ),
+    "an estimator that writes": (
+        Pipeline(Writer(NEAR), name="broken"),
+        law("memory is read only"),
+        "1 values were put into memory",
+    ),
+    "tail lie": (Pipeline(Tailed(NEAR), name="broken"), law("the tail sees every key"), "and tail is 40"),
     "sparse at full": (
         estimating(lambda call: NEAR.estimate(call, Memory())),
         lambda one, **options: testing.check_laws(one, ("full mask == dense",), full={}, **options),

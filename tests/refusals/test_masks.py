@@ -235,6 +235,10 @@ PLANS = [
     mask_error(r"Plan\.mask is NoneType: pass a SparseMask", Plan, None),
     mask_error(r"Plan\.mask is the class SparseMask", Plan, SparseMask),
     mask_error(r"Plan\.carry is int: pass a Carry", Plan, FULL, 3),
+    mask_error(
+        r"Plan\.carry\.state has rows \(1, 2, 9\): pass one of the call's \(1, 2, 10\)",
+        *(Plan, FULL, Carry(SoftmaxState.empty((1, 2, 9), 8, torch.float32, FULL.geometry.device), FULL)),
+    ),
     mask_error(r"Plan\.probe is list: pass a Tensor", Plan, FULL, probe=[[True, True]]),
     mask_error(r"Plan\.probe is torch\.float32 \(1, 2\): pass a bool tensor", Plan, FULL, probe=torch.ones(1, 2)),
     mask_error(r"Plan\.probe is torch\.bool \(1, 3\).*= \(1, 2\)", Plan, FULL, probe=bits(1, 3)),

@@ -39,9 +39,10 @@ def clusters(**fields: Any) -> dict[str, Any]:
 
 # What `build` refuses: a method, parameters, and the words.
 PARAMETERS: list[tuple[str, dict[str, Any], str]] = [
-    ("dense", {"block": 0}, "block is 0: pass an integer >= 1"),
-    ("dense", {"block": -16}, "block is -16: pass an integer >= 1"),
-    ("dense", {"block": 2.0}, "block is 2.0: pass an integer >= 1"),
+    ("dense", {"block": 0}, "block is 0: pass an integer from 1 to 8192"),
+    ("dense", {"block": -16}, "block is -16: pass an integer from 1 to 8192"),
+    ("dense", {"block": 2.0}, "block is 2.0: pass an integer from 1 to 8192"),
+    *((name, {"block": 8320}, "block is 8320: pass an integer from 1 to 8192") for name in ("dense", "rowmax", "bfla")),
     ("streaming", {"sink": -1}, "sink is -1: pass an integer >= 0"),
     ("streaming", {"windw": 3}, r"streaming has no parameter 'windw'; did you mean 'window'\? Known: block"),
     ("streaming", {"self": 1}, "streaming has no parameter 'self'"),

@@ -4,8 +4,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -113,10 +115,28 @@ def test_files(tmp_path: Path) -> None:
         assert ("from a file", (sp.DenseRows(64),)) == (made.name, made.refiners)
 
 
+def test_methods_within_methods_end() -> None:
+    circle: dict[str, Any] = {"method": "star-attention", "parameters": {}}
+    circle["parameters"]["inner"] = circle
+    with pytest.raises(ParameterError, match="inner is nested too deeply, or contains itself: use at most 32 levels"):
+        sp.from_config(circle)
+
+
+@pytest.mark.parametrize("name", ["share-prefill", "star-attention"])
+def test_a_method_with_another_ones_table_can_be_copied(name: str) -> None:
+    more = {"clusters": "single"} if name == "share-prefill" else {}
+    made = sp.build(name, inner={"method": "xattention", "parameters": {"threshold": 0.5}}, **more)
+    for copied in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        assert copied.name == made.name
+    config = sp.default_registry().get(name).configure({"inner": {"method": "xattention"}, **more})
+    assert hash(config) == hash(copy.deepcopy(config))
+    assert config == copy.deepcopy(config)
+
+
 def test_a_file_is_named_in_its_errors(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     cases = {
-        '{"method": "dense", "parameters": {"block": 0}}': "parameters.block is 0: pass an integer >= 1",
+        '{"method": "dense", "parameters": {"block": 0}}': "parameters.block is 0: pass an integer from 1 to 8192",
         '{"method": "dens"}': "method: no method is named 'dens'",
         "{": "cannot be read: ",
         "[" * 100000: "cannot be read: is nested too deeply",
@@ -173,7 +193,7 @@ def test_unions_within_unions_to_the_last() -> None:
         ({"method": "dense", "name": ""}, "name is '': give a name"),
         ({"method": "dense", "parameters": []}, r"parameters is \[\]: give a table"),
         ({"method": "dense", "parameters": {"blok": 1}}, "parameters.blok is unknown; did you mean 'block'"),
-        ({"method": "dense", "parameters": {"block": 0}}, "parameters.block is 0: pass an integer >= 1"),
+        ({"method": "dense", "parameters": {"block": 0}}, "parameters.block is 0: pass an integer from 1 to 8192"),
         ({"method": "streaming", "parameters": {"self": 1}}, r"parameters\.self is unknown"),
         ({"method": "dense", "profile": 1}, "profile is 1: give a name"),
         ("a\0b.json", r".*cannot be read: is not a path \(embedded null byte\)"),

@@ -118,6 +118,14 @@ def test_calls_in_parts_run_alone() -> None:
     assert 2 not in executor.asked
 
 
+@pytest.mark.parametrize(
+    ("calls", "memories", "name"), [(None, None, "calls"), ({"a": 1}, None, "calls"), ([], 3, "memories")]
+)
+def test_what_is_no_list_is_refused(calls: Any, memories: Any, name: str) -> None:
+    with pytest.raises(sp.ParameterError, match=rf"{name} is .*: pass a list"):
+        sp.build("dense").run_many(calls, memories)
+
+
 def test_a_call_that_cannot_run_is_refused() -> None:
     class Never(Estimate):
         def unsupported(self, call: AttentionCall) -> str:

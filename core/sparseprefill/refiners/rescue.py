@@ -20,7 +20,7 @@ from sparseprefill.mask.tile_map import RANDOM, STRIDE, Random, Rows, Stride, la
 from sparseprefill.memory import Memory
 from sparseprefill.plan import Plan
 from sparseprefill.stages import HeadScope
-from sparseprefill.validate import maybe, number, whole
+from sparseprefill.validate import maybe, number, tokens, whole
 
 SEEDS = whole(0, 2**63 - 1)
 PER_TILE, PER_PAIR = 64, 16
@@ -40,7 +40,7 @@ class LocalBand(_Rule):
     """Keeps the diagonal and the `tiles` key tiles before it (BFLA, eq. 15)."""
 
     tiles: int = field(validator=whole(0))
-    tile: int | None = field(default=None, kw_only=True, validator=maybe(whole()))
+    tile: int | None = field(default=None, kw_only=True, validator=maybe(tokens()))
 
     def refine(self, call: AttentionCall, plan: Plan, memory: Memory) -> Plan:
         """Adds the band."""
@@ -52,7 +52,7 @@ class Sink(_Rule):
     """Keeps the first `tiles` key tiles (BFLA, eq. 16)."""
 
     tiles: int = field(validator=whole(0))
-    tile: int | None = field(default=None, kw_only=True, validator=maybe(whole()))
+    tile: int | None = field(default=None, kw_only=True, validator=maybe(tokens()))
 
     def refine(self, call: AttentionCall, plan: Plan, memory: Memory) -> Plan:
         """Adds the first tiles."""
@@ -69,7 +69,7 @@ class StrideRescue(_Rule):
 
     every: int = field(validator=whole())
     seed: int = field(default=0, validator=SEEDS)
-    tile: int | None = field(default=None, kw_only=True, validator=maybe(whole()))
+    tile: int | None = field(default=None, kw_only=True, validator=maybe(tokens()))
 
     def refine(self, call: AttentionCall, plan: Plan, memory: Memory) -> Plan:
         """Adds a tile in `every`."""
@@ -87,7 +87,7 @@ class RandomRescue(_Rule):
 
     share: float = field(validator=number(0.0, 1.0))
     seed: int = field(default=0, validator=SEEDS)
-    tile: int | None = field(default=None, kw_only=True, validator=maybe(whole()))
+    tile: int | None = field(default=None, kw_only=True, validator=maybe(tokens()))
 
     def refine(self, call: AttentionCall, plan: Plan, memory: Memory) -> Plan:
         """Adds the share."""
@@ -112,7 +112,7 @@ class DenseRows(_Rule):
     """
 
     last: int = field(validator=whole())
-    tile: int | None = field(default=None, kw_only=True, validator=maybe(whole()))
+    tile: int | None = field(default=None, kw_only=True, validator=maybe(tokens()))
 
     @property
     def tail(self) -> int:

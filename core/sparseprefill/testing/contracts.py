@@ -68,11 +68,12 @@ LAWS: Mapping[str, Callable[[Trial], None]] = {
     "batch rows independent": laws.batch_rows_independent,
     "chunk invariance at the grain": laws.chunk_invariant,
     "parts by heads == whole": laws.parts_equal_the_whole,
+    "memory is read only": laws.memory_is_read_only,
+    "the tail sees every key": laws.tail_is_dense,
 }
 """Laws that every method keeps, by name; the functions say what each law holds."""
 LAWS_OF_REFINERS: Mapping[str, Callable[[Trial], None]] = {
     "the same plan again": laws.repeatable,
-    "memory is read only": laws.memory_is_read_only,
     "no host synchronisation": laws.waits_for_nothing,
     **LAWS,
 }

@@ -102,12 +102,23 @@ def repeatable(trial: Trial) -> None:
 
 
 def memory_is_read_only(trial: Trial) -> None:
-    """A pipeline without observers writes nothing to the memory of the request."""
-    if trial.pipeline.observers:
-        raise NotApplicableError("the method has observers, which write to memory")
+    """Nothing but an observer writes to the memory of the request."""
     memory = Memory()
-    trial.pipeline.run(trial.call, memory)
+    if trial.pipeline.observers:
+        trial.pipeline.plan(trial.call, memory)  # they come behind the output
+    else:
+        trial.pipeline.run(trial.call, memory)
     require(len(memory) == 0, f"{len(memory)} values were put into memory: only observers do so")
+
+
+def tail_is_dense(trial: Trial) -> None:
+    """The last rows, of which the pipeline's `tail` says that they see every key, do: hosts add no dense rows then."""
+    if trial.pipeline.tail == 0 or trial.call.prompt_lengths is not None:
+        return  # nothing is promised, or of rows elsewhere
+    behind = trial.real[:, :1].flip(2).cumsum(2).flip(2)  # [B, 1, Nq], the row itself included
+    last = trial.real[:, :1] & (behind <= trial.pipeline.tail)
+    missed = (last[..., None] & trial.allowed[:, None] & ~trial.keep).sum()
+    require(missed == 0, f"{int(missed)} allowed pairs of the last rows are missing, and tail is {trial.pipeline.tail}")
 
 
 def waits_for_nothing(trial: Trial) -> None:
