@@ -176,8 +176,8 @@ def _prompts(
         groups = _grouped(found, count)
     if as_is:
         return groups
-    most = {key: key if lengths and (room is None or key < room) else room for key in groups}
-    return {key: [with_copies(one, most[key], seed) for one in own] for key, own in groups.items()}
+    rooms = {key: key if lengths and (room is None or key < room) else room for key in groups}
+    return {key: [with_copies(one, rooms[key], seed) for one in own] for key, own in groups.items()}
 
 
 def _of_length(found: list[Prompt], length: int, path: Path | None) -> list[Prompt]:

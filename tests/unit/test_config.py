@@ -124,7 +124,7 @@ def test_methods_within_methods_end() -> None:
 
 @pytest.mark.parametrize("name", ["share-prefill", "star-attention"])
 def test_a_method_with_another_ones_table_can_be_copied(name: str) -> None:
-    more = {"clusters": "single"} if name == "share-prefill" else {}
+    more: dict[str, Any] = {"clusters": "single"} if name == "share-prefill" else {}
     made = sp.build(name, inner={"method": "xattention", "parameters": {"threshold": 0.5}}, **more)
     for copied in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
         assert copied.name == made.name
