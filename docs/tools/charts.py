@@ -62,7 +62,8 @@ class Row(NamedTuple):
 
 
 class Real(NamedTuple):
-    """One method at one setting on a real model, as docs/real-models.md has it. marked: its row is in bold."""
+    """One method at one setting on a real model, as docs/real-models.md has it. marked: its row is in bold. texts: that
+    it was measured on."""
 
     method: str
     setting: str
@@ -73,6 +74,7 @@ class Real(NamedTuple):
     kl: str
     attention: float
     prefill: float
+    texts: str
 
     @property
     def label(self) -> str:
@@ -108,7 +110,10 @@ def real_rows(tokens: str) -> list[Real]:
     The table of a subsection may name settings by parameters alone: its method is then the heading's first word.
     """
     found: list[Real] = []
+    texts = ""
     for part in real_section(tokens).split("\n### "):
+        said = re.search(r"(\d+) texts", part)
+        texts = said[1] if said else texts
         head, *lines = [line for line in part.splitlines() if line[:1] == "|"] or [""]
         names = [cell.strip(" `") for cell in head.strip("| ").split("|")]
         if not {"pairs", "copies", "facts", "KL", "attention", "prefill"} <= set(names):
@@ -128,7 +133,7 @@ def real_rows(tokens: str) -> list[Real]:
             if method == "dense" or not (marked or setting == "defaults"):
                 continue
             shares = (row[name].split(" (")[0] for name in ("pairs", "copies", "facts", "KL"))
-            found.append(Real(method, setting, marked, *shares, float(row["attention"]), float(row["prefill"])))
+            found.append(Real(method, setting, marked, *shares, float(row["attention"]), float(row["prefill"]), texts))
     return found
 
 
@@ -250,7 +255,7 @@ def real(path: Path) -> None:
                         Rectangle((x - 0.23, at - 0.5), 0.25, 1, color=LOSES, alpha=0.85 * lost, linewidth=0)
                     )
                 table.text(x, at, text, ha="right", va="center", fontsize=8.5, color=INK)
-        texts = " or ".join(dict.fromkeys(re.findall(r"(\d+) texts", real_section(tokens))))
+        texts = " or ".join(dict.fromkeys(row.texts for row in rows))
         dress_bars(bars, table, [row.label for row in rows], f"{tokens} tokens, {texts} texts")
         bars.set_xlim(0, 1.25 * widest)
     axes[-1][0].set_xlabel("dense time / time; dashed: dense", fontsize=8.5, color=INK)

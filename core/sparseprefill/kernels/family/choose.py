@@ -225,6 +225,7 @@ def _declined(name: str, reason: str) -> None:
 
 def fail(family: Family, which: Hashable, error: Exception) -> str:
     """From now on other kernels serve this variant, which one warning says. Returns the reason."""
+    log.debug("%s", family.name, exc_info=error)
     FAILED[family.name, which] = frameless(error)
     text = "the kernel %s does not work here (torch %s) for %s; another serves instead: %s"
     log.warning(text, family.name, torch.__version__, which, error)
