@@ -265,9 +265,9 @@ def _fields(option: str, text: str | None) -> Mapping[str, Any]:
     if text is None:
         return {}
     try:
-        return structure.table(structure.parsed(text))
+        return structure.table(structure.parsed(text, remedy='pass an object such as {"seed": 1}'), "its value")
     except ParameterError as error:
-        raise CommandError(f'{option} {text}: {error}; pass an object such as {{"seed": 1}}') from error
+        raise CommandError(f"{option} {text}: {error}") from error
 
 
 def _read(path: Path) -> tuple[Script, int, Run]:

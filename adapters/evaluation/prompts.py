@@ -116,7 +116,7 @@ def _of_file(path: Path) -> Iterator[Text]:
     try:
         text = structure.read(path, MOST)
     except ParameterError as error:
-        raise ParameterError(f"prompts: {path} cannot be read as UTF-8 text: {error}; pass another file") from error
+        raise ParameterError(f"prompts: {path} {error}") from error
     if not text.strip():
         raise ParameterError(f"prompts: {path} holds no text: pass a file with a prompt")
     if path.suffix.lower() != ".jsonl":
@@ -129,9 +129,9 @@ def _of_file(path: Path) -> Iterator[Text]:
 
 def _of_line(line: str, where: str) -> Text:
     try:
-        entry = structure.parsed(line)
+        entry = structure.parsed(line, remedy="write one object a line")
     except ParameterError as error:
-        raise ParameterError(f"prompts: {where} {error}; write one object a line") from error
+        raise ParameterError(f"prompts: {where} {error}") from error
     given = sorted({"prompt", "messages"} & set(entry)) if isinstance(entry, dict) else []
     if len(given) != 1:
         raise ParameterError(f"prompts: {where} is {line[:60]!r}: pass an object with either 'prompt' or 'messages'")

@@ -228,9 +228,9 @@ def bounded() -> Iterator[None]:
         raise ParameterError("is nested too deeply: pass a file with fewer levels") from error
 
 
-def parsed(text: str, loads: Callable[[str], Any] = loads, kind: str = "JSON") -> Any:
+def parsed(text: str, loads: Callable[[str], Any] = loads, kind: str = "JSON", remedy: str = "") -> Any:
     """The content; ParameterError for a text that is none, too deep, with a key twice, or with integers of thousands of
-    digits.
+    digits. remedy: for a text that is no file's.
     """
     try:
         with bounded():
@@ -238,7 +238,7 @@ def parsed(text: str, loads: Callable[[str], Any] = loads, kind: str = "JSON") -
     except ParameterError:
         raise
     except ValueError as error:
-        raise ParameterError(f"is not {kind} ({error}): pass a {kind} file") from error
+        raise ParameterError(f"is not {kind} ({error}): {remedy or f'pass a {kind} file'}") from error
 
 
 def load(path: str | Path, name: str, remedy: str, make: Callable[[object], Made]) -> Made:

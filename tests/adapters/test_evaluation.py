@@ -459,7 +459,7 @@ def test_chat_messages_go_through_the_template(tmp_path: Path) -> None:
     ("name", "content", "words"),
     [
         ("a.txt", b"", "holds no text"),
-        ("a.txt", b"\xff\xfe\xfa", "cannot be read as UTF-8"),
+        ("a.txt", b"\xff\xfe\xfa", "a.txt is not a text file: pass one in UTF-8"),
         ("a.jsonl", b"", "holds no text"),
         ("a.jsonl", b"{", "a.jsonl:1 is not JSON"),
         ("a.jsonl", b"[" * 100_000, "a.jsonl:1 is nested too deeply"),
