@@ -100,12 +100,14 @@ def told(error: object) -> str:
 def frameless(error: E) -> E:
     """The error, and those that it was raised from, without their tracebacks: frames hold the call's tensors, and
     whoever keeps an error keeps them."""
-    one: BaseException | None = error
+    left: list[BaseException | None] = [error]
     seen: set[int] = set()
-    while one is not None and id(one) not in seen:
-        seen.add(id(one))
-        one.__traceback__ = None
-        one = one.__cause__ or one.__context__
+    while left:
+        one = left.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            one.__traceback__ = None
+            left += one.__cause__, one.__context__
     return error
 
 

@@ -13,7 +13,7 @@ from helpers.build import make
 from helpers.registry_plugins import method
 from helpers.stubs import Estimate, Observe, Refine
 from sparseprefill import Corrector, Proxy
-from sparseprefill.errors import MaskError, StageError
+from sparseprefill.errors import MaskError, StageError, frameless
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Carry, Plan, SoftmaxState
@@ -98,3 +98,27 @@ def test_refiner_and_carry_with_a_mask_for_another_shape() -> None:
 def test_whether_an_object_is_a_corrector_can_be_asked() -> None:
     assert isinstance(Proxy(), Corrector)
     assert not isinstance(Broken(), Corrector)
+
+
+def failing() -> None:
+    """Raises an error from one while another is handled."""
+    try:
+        raise ValueError("handled")
+    except ValueError:
+        raise StageError("third") from raised(KeyError("first"))
+
+
+def raised(error: Exception) -> Exception:
+    with pytest.raises(type(error)) as found:
+        raise error
+    return found.value
+
+
+def test_an_error_that_is_kept_holds_no_frames() -> None:
+    """Nor does one that it was raised from, or while which it was."""
+    with pytest.raises(StageError) as caught:
+        failing()
+    found = frameless(caught.value)
+    chain = (found, found.__cause__, found.__context__)
+    assert [type(one) for one in chain] == [StageError, KeyError, ValueError]
+    assert [one and one.__traceback__ for one in chain] == [None] * 3
