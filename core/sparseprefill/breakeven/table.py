@@ -106,7 +106,7 @@ class BreakEven:
         return f"break-even table of {self.device}"
 
     def _along(self, shape: HeadShape, method: str) -> tuple[Line, ...]:
-        key = (next(i for i, one in enumerate(self.shapes) if one is shape), method)
+        key = (id(shape), method)
         if key not in self._lines:
             self._lines[key] = lines(shape, method)
         return self._lines[key]

@@ -112,12 +112,12 @@ def memory_is_read_only(trial: Trial) -> None:
 
 
 def tail_is_dense(trial: Trial) -> None:
-    """The last rows, of which the pipeline's `tail` says that they see every key, do: hosts add no dense rows then."""
+    """The mask gives the last rows, as many as the pipeline's `tail` says, every key: hosts add no dense rows then."""
     if trial.pipeline.tail == 0 or trial.call.prompt_lengths is not None:
         return  # nothing is promised, or of rows elsewhere
     behind = trial.real[:, :1].flip(2).cumsum(2).flip(2)  # [B, 1, Nq], the row itself included
     last = trial.real[:, :1] & (behind <= trial.pipeline.tail)
-    missed = (last[..., None] & trial.allowed[:, None] & ~trial.keep).sum()
+    missed = (last[..., None] & trial.allowed[:, None] & ~trial.result.mask.to_dense()).sum()
     require(missed == 0, f"{int(missed)} allowed pairs of the last rows are missing, and tail is {trial.pipeline.tail}")
 
 
