@@ -85,11 +85,11 @@ def number(least: float = -math.inf, most: float = math.inf) -> Check:
     return fitting("", lambda value: is_number(value, least, most), f"a number from {least:g} to {most:g}", words)
 
 
-def multiple_of(other: str) -> Check:
-    """Tokens of a tile or block that the field `other`, declared before, divides."""
+def multiple_of(other: str, most: int | None = None) -> Check:
+    """A positive integer, of at most `most`, that the field `other`, declared before, divides."""
 
     def check(owner: Any, attribute: Attribute[Any], value: Any) -> None:
-        tokens()(owner, attribute, value)
+        whole(1, most)(owner, attribute, value)
         if value % getattr(owner, other):
             remedy = f"pass a multiple of {other}, {getattr(owner, other)}"
             raise ParameterError(f"{attribute.name} is {printed(value)}: {remedy}")

@@ -8,7 +8,7 @@ from attrs import Attribute, field, frozen
 
 from sparseprefill.errors import ParameterError, printed
 from sparseprefill.method import Later, Method, hookimpl
-from sparseprefill.validate import LONGEST, flag, is_whole, multiple_of, number, one_of, whole
+from sparseprefill.validate import LONGEST, MOST_TILE, flag, is_whole, multiple_of, number, one_of, whole
 
 
 def _columns(config: RowMaxConfig, attribute: Attribute[Any], value: Any) -> None:
@@ -43,7 +43,7 @@ class RowMaxConfig:
     eps: float = field(default=0.005, validator=number(0.0, 1.0))
     times: float = field(default=3.0, validator=number(0.0, LONGEST))
     every: int = field(default=8, validator=whole())
-    block: int = field(default=128, validator=multiple_of("every"))
+    block: int = field(default=128, validator=multiple_of("every", MOST_TILE))
     width: int | None = field(default=16, validator=_columns)
     sink: bool = field(default=True, validator=flag())
     union: str = field(default="head", validator=one_of("head", "group"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from attrs import field, frozen
 
 from sparseprefill.method import Later, Method, hookimpl
-from sparseprefill.validate import flag, multiple_of, number, whole
+from sparseprefill.validate import MOST_TILE, flag, multiple_of, number, whole
 
 
 @frozen(kw_only=True)
@@ -18,7 +18,7 @@ class XConfig:
 
     stride: int = field(default=16, validator=whole())
     threshold: float = field(default=0.9, validator=number(0.0, 1.0))
-    block: int = field(default=128, validator=multiple_of("stride"))
+    block: int = field(default=128, validator=multiple_of("stride", MOST_TILE))
     sink: bool = field(default=True, validator=flag())
 
 
