@@ -206,6 +206,14 @@ def test_notes_say_how_many_rows_there_were(tokens: str) -> None:
     assert f"over the {rows} rows of the whole prompt but its last 160" in text
 
 
+def test_restated_passages_are_within_the_tokens_that_were_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text(" ".join(text_lines()[:1500]))
+    result = run("--prompts", "mine.txt", "--tokens", "3200", *SMALL[2:], "--json")
+    assert result.exit_code == 0, result.output
+    (prompt,) = json.loads(result.stdout)["prompts"]
+    assert prompt["tokens"] <= 3200
+
+
 def test_notes_of_several_prompts_and_of_ones_without_an_inside() -> None:
     def looked_at(*lengths: int) -> str:
         each = tuple(Outcome(Contender("x"), tokens=one) for one in lengths)

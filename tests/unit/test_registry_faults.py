@@ -38,6 +38,11 @@ def test_a_broken_plugin_is_recorded_and_takes_nothing_down(caplog: pytest.LogCa
     assert "plugin 'bad' of some-dist 1.2 failed to load: ImportError: no such kernel" in caplog.text
 
 
+def test_nothing_is_no_plugin() -> None:
+    with pytest.raises(PluginLoadError, match="plugin is None: pass a module or object"):
+        Registry().register(None, "mine")
+
+
 def test_asking_for_a_broken_plugins_method_raises_from_the_original() -> None:
     original = ImportError("no such kernel")
     registry = load(Point("my_method", original))
