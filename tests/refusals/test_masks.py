@@ -236,6 +236,10 @@ PLANS = [
     mask_error(r"Plan\.mask is the class SparseMask", Plan, SparseMask),
     mask_error(r"Plan\.carry is int: pass a Carry", Plan, FULL, 3),
     mask_error(
+        rf"Plan\.carry\.state has values of 3: pass one of the call's dimension {CALL.value_dim}",
+        *(Plan(FULL, Carry(SoftmaxState.empty((1, 2, 10), 3, torch.float32, FULL.geometry.device), FULL)).begun, CALL),
+    ),
+    mask_error(
         r"Plan\.carry\.state has rows \(1, 2, 9\): pass one of the call's \(1, 2, 10\)",
         *(Plan, FULL, Carry(SoftmaxState.empty((1, 2, 9), 8, torch.float32, FULL.geometry.device), FULL)),
     ),
