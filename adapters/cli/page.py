@@ -26,8 +26,6 @@ from .options import DENSE
 from .picture import INK, SHADES, Panel, sheet
 from .results import small, table_of
 
-WORST = 4
-"""Heads of a method whose masks are shown."""
 NOTHING = 0.9995
 """Recall above which a mean reads 100.0 %."""
 NO_KL = 1e-7
@@ -160,11 +158,11 @@ def _grid(layers: Sequence[Layer], name: str) -> Any:
 
 
 def _masks(outcome: Outcome) -> list[Picture]:
-    """Masks of the heads with the lowest recall, one a layer; none where no mask is at hand."""
+    """Masks of the heads with the lowest recall, one a layer; none where no mask was kept."""
     kept = [(layer, *layer.lowest) for layer in outcome.layers if layer.lowest is not None]
     kept.sort(key=lambda one: min(one[0].recalls[one[1]], one[0].last[one[1]] if one[0].last else 1.0))
     made = []
-    for layer, head, mask in kept[:WORST]:
+    for layer, head, mask in kept:
         said = f"recall {layer.recalls[head]:.1%}"
         if layer.last:
             said += f", {layer.last[head]:.1%} in its last rows"

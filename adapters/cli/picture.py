@@ -13,15 +13,13 @@ from attrs import frozen
 from matplotlib.colors import LinearSegmentedColormap, PowerNorm
 from matplotlib.figure import Figure
 
-from sparseprefill.mask.mask import SparseMask
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.refiners.skip import SkipSoftmax
 from sparseprefill.route import Route
 
-from ..evaluation.outcome import Outcome
+from ..evaluation.outcome import CELLS, Outcome, Sketch
 from .group import write
 
-CELLS = 128
 COLUMNS = (4, 5, 3)
 """Panels side by side: the first of these that leaves the fewest places empty."""
 # One hue from white to near black, so that it reads in grey and with any colour vision.
@@ -54,7 +52,7 @@ class Panel:
     title: str
     figures: str
     tokens: int
-    mask: SparseMask | None
+    mask: Sketch | None
     note: str = ""
 
 
@@ -130,8 +128,8 @@ def _draw(axis: Any, panel: Panel) -> Any:
     return image
 
 
-def _shares(mask: SparseMask | None, cells: int) -> Any:
-    if mask is None:
-        ones = torch.ones(cells, cells, dtype=torch.float32, device="cpu")
-        return ones.masked_fill(ones.triu(1).bool(), torch.nan).numpy()
-    return mask.shade(cells)[0, 0].cpu().numpy()
+def _shares(mask: Sketch | None, cells: int) -> Any:
+    if mask is not None:
+        return mask.shares.numpy()
+    ones = torch.ones(cells, cells, dtype=torch.float32, device="cpu")
+    return ones.masked_fill(ones.triu(1).bool(), torch.nan).numpy()

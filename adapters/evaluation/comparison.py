@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 from torch import Tensor
 
 from sparseprefill.call import AttentionCall
@@ -27,10 +27,12 @@ from sparseprefill.plan import Result
 from sparseprefill.profiles.table import Progress
 
 from ..huggingface import attach
-from .outcome import Contender, Fidelity, Layer, Outcome, compare
+from .outcome import Contender, Fidelity, Layer, Outcome, Sketch, compare
 from .prompts import Prompt
 from .reading import Answers, Reader, Rows, Sizes, copied, inside_rows, right_inside
 
+WORST = 4
+"""Layers whose masks are worth a look: those that keep least."""
 Ask = Callable[[Any, Progress], Answers]
 """Asks about the prompt that a cache holds, and leaves the cache as it was: ``ask(cache, progress)``."""
 
@@ -43,14 +45,16 @@ def _silent(what: str, done: int, of: int) -> None:
 class LayerWatch:
     """Observer of one forward: recall on sampled rows and on the last ones, density, and masks worth a look.
 
-    rows: sampled evenly. last: at the end of the call. pictured: layer and head whose mask is kept. Batch row 0 only.
+    rows: sampled evenly. last: at the end of the call. pictured: layer and head whose mask is kept, and with it those
+    of the heads that keep least, in `WORST` layers; None for no masks. Batch row 0 only.
     """
 
     rows: int
     last: int
     pictured: tuple[int, int] | None = None
     found: dict[int, Layer] = field(factory=dict, init=False)
-    mask: SparseMask | None = field(default=None, init=False)
+    mask: Sketch | None = field(default=None, init=False)
+    _worst: dict[int, tuple[float, int, SparseMask]] = field(factory=dict, init=False)
 
     def __call__(self, call: AttentionCall, result: Result) -> None:
         """Take the figures of one layer; waits for the device."""
@@ -61,10 +65,20 @@ class LayerWatch:
         rows = kept[:, : spread.numel()].cpu()
         recalls, ends = _means(rows), _means(kept[:, spread.numel() :])
         least = min(range(len(recalls)), key=lambda head: min(recalls[head], ends[head]))
-        lowest = (least, result.mask.head(0, least))
-        self.found[call.layer] = Layer(call.layer, min(1.0, result.density), recalls, ends, rows=rows, lowest=lowest)
-        if self.pictured is not None and call.layer == self.pictured[0]:
-            self.mask = result.mask.head(0, self.pictured[1])
+        self.found[call.layer] = Layer(call.layer, min(1.0, result.density), recalls, ends, rows=rows)
+        if self.pictured is None:
+            return
+        if call.layer == self.pictured[0]:
+            self.mask = Sketch.of(result.mask.head(0, self.pictured[1]))
+        self._worst[call.layer] = min(recalls[least], ends[least]), least, result.mask.head(0, least)
+        if len(self._worst) > WORST:
+            del self._worst[max(self._worst, key=lambda layer: self._worst[layer][0])]
+
+    def sketch(self) -> None:
+        """Put the masks of the heads that keep least into their layers, and let go of what they stood in."""
+        for layer, (_, head, mask) in self._worst.items():
+            self.found[layer] = evolve(self.found[layer], lowest=(head, Sketch.of(mask)))
+        self._worst.clear()
 
 
 def _means(kept: Tensor) -> tuple[float, ...]:
@@ -162,6 +176,7 @@ class Comparison:
                 rows, cache = reader.prefill(ids)
                 seconds = time.perf_counter() - began - spent
             watching = False
+            watch.sketch()
             report = handle.report()
             answers = {} if self.ask is None else self.ask(cache, progress)
         progress("fidelity", 0, 1)

@@ -22,6 +22,8 @@ AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 26}
 """Logits that are widened to float32 at once: as many as a CPU's cache holds, or a small part of a GPU's memory."""
 LEAST_ROWS = 64
 """Rows whose logits are made at once, at least: a large vocabulary's head is read from memory once for all of them."""
+CELLS = 128
+"""Cells of a mask's sketch, along either side, at most."""
 STEADY = 1.5
 """The stock model's longest time over its shortest, up to which times mean something."""
 GOT = 0.8
@@ -221,14 +223,30 @@ class Fidelity:
         return pooled([self.last, self.tail, self.greedy])
 
 
+@frozen(eq=False)
+class Sketch:
+    """One head's mask as pictures show it, on the host: a mask holds the lists of all heads on its device.
+
+    density: selected / allowed pairs. shares: float32 ``[cells, cells]`` on the CPU, `SparseMask.shade` of the head.
+    """
+
+    density: float
+    shares: Tensor = field(repr=False)
+
+    @classmethod
+    def of(cls, mask: SparseMask) -> Sketch:
+        """Of a mask of one head (host sync)."""
+        return cls(mask.density, mask.shade(min(CELLS, mask.geometry.kv_len))[0, 0].cpu())
+
+
 @frozen
 class Layer:
     """One layer: pairs computed over causal pairs, and the attention mass that each head kept.
 
     recalls: of each head, averaged over rows of the whole prompt. last: the same over the prompt's last rows alone.
     rows: of each head and row of the whole prompt, float64 ``[H, n]``; None where the layer ran dense. reason: why the
-    layer ran dense, empty where it ran sparse. lowest: the mask of the head that keeps least, by either; None where the
-    layer ran dense.
+    layer ran dense, empty where it ran sparse. lowest: the head that keeps least, by either, and its mask, in a few
+    layers where masks are pictured.
     """
 
     index: int
@@ -237,7 +255,7 @@ class Layer:
     last: tuple[float, ...] = ()
     reason: str = ""
     rows: torch.Tensor | None = field(default=None, repr=False, eq=False)
-    lowest: tuple[int, SparseMask] | None = field(default=None, repr=False, eq=False)
+    lowest: tuple[int, Sketch] | None = field(default=None, repr=False, eq=False)
 
     @property
     def row_lowest(self) -> tuple[float, ...]:
@@ -268,7 +286,7 @@ class Outcome:
     inside: Mapping[str, tuple[int, int]] = field(factory=dict)
     copies: Copies | None = None
     answers: Mapping[str, tuple[int, int]] = field(factory=dict)
-    mask: SparseMask | None = field(default=None, repr=False, eq=False)
+    mask: Sketch | None = field(default=None, repr=False, eq=False)
     notes: Mapping[str, int] = field(factory=dict)
     error: str = ""
     beside: float | None = None

@@ -42,6 +42,8 @@ DEFAULT, LOSES, INK, GRID = "#10365f", "#c97b63", "#333333", "#e6e6e6"
 ATTENTION = "#a9c9e2"
 KEPT = {"copies": 0.22, "facts": 0.48, "pairs": 0.74, "KL": 1.0}
 """What stands beside a real model's bars, and where each column ends."""
+ON_H200 = frozenset({"rowmax", "streaming", "star-attention"})
+"""Methods whose rows at the shortest length are of an H200."""
 OWN_LINE = re.compile(r"^\*\*On a real model\*\*.*?\n\n", re.M | re.S)
 """The paragraph of a method's page about the real model."""
 README_ROW = re.compile(
@@ -147,7 +149,7 @@ def about(row: Real | None, tokens: str) -> str:
     if row is None:
         line = f"**On a real model** it was not measured ([those that were](../{REAL_PAGE.name}))."
     else:
-        gpu = "one H200" if row.method == "rowmax" else "one H100"
+        gpu = "one H200" if row.method in ON_H200 else "one H100"
         at = f"Qwen2.5-Coder-1.5B, {tokens} tokens, {gpu}, defaults"
         line = (
             f"**On a real model** ([table](../{REAL_PAGE.name}); {at})"

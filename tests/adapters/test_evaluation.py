@@ -35,6 +35,7 @@ from sparseprefill.adapters.evaluation.outcome import (
 from sparseprefill.adapters.evaluation.prompts import Prompt, read, tokenized
 from sparseprefill.adapters.evaluation.reading import APART, Reader, Rows, Sizes
 from sparseprefill.adapters.huggingface import attach
+from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     GemmaConfig,
@@ -45,6 +46,7 @@ from transformers import (
 )
 
 import sparseprefill as sp
+from sparseprefill.mask.lists import IndexLists
 from sparseprefill.profiles.table import Progress
 
 SMALL: dict[str, Any] = {
@@ -250,6 +252,40 @@ def test_figures_are_those_of_the_model_run_by_hand(model: LlamaForCausalLM) -> 
     assert found.fidelity.end.kl > 1e-4
 
 
+@pytest.mark.parametrize("pictured", [None, (1, 2)])
+def test_outcomes_hold_no_mask(model: LlamaForCausalLM, pictured: tuple[int, int] | None) -> None:
+    """A mask holds the lists of all heads where the model computes: those of every setting and prompt do not fit."""
+    lists: list[weakref.ref[Tensor]] = []
+
+    class Watched:
+        def unsupported(self, call: sp.AttentionCall) -> None:
+            return None
+
+        def estimate(self, call: sp.AttentionCall, memory: sp.Memory) -> sp.Plan:
+            tiles = IndexLists.from_map(torch.ones(call.geometry.map_shape(64, 64)).bool().tril())
+            lists.append(weakref.ref(tiles.indices))
+            return sp.Plan(sp.SparseMask(call.geometry, 64, 64, tiles))
+
+    contender = Contender("watched", sp.Pipeline(Watched()), dense_tail=0)
+    found = Comparison.of(model, prompt_of(560, 2), SIZES, pictured=pictured).run(contender)
+    gc.collect()
+    assert found.error == ""
+    assert lists
+    assert not any(one() is not None for one in lists)
+    assert (found.mask is None) == (pictured is None)
+    assert [layer.index for layer in found.layers if layer.lowest] == ([] if pictured is None else [0, 1])
+
+
+def test_of_many_layers_the_masks_of_those_that_keep_least_are_sketched() -> None:
+    watch = comparison.LayerWatch(8, 4, pictured=(0, 0))
+    call = sp.AttentionCall(*(torch.randn(1, 1, 128, 8) for _ in range(3)))
+    result = sp.build("streaming", sink=16, window=32, block=16).run(call)
+    for layer in range(7):
+        watch(evolve(call, layer=layer), result)
+    watch.sketch()
+    assert sum(one.lowest is not None for one in watch.found.values()) == comparison.WORST
+
+
 def test_recall_is_that_of_the_layers_calls(model: LlamaForCausalLM) -> None:
     prompt, contender = prompt_of(560, 2), streaming()
     found = Comparison.of(model, prompt, SIZES, pictured=(1, 2)).run(contender)
@@ -269,10 +305,12 @@ def test_recall_is_that_of_the_layers_calls(model: LlamaForCausalLM) -> None:
         assert layer.row_lowest == pytest.approx(sp.recall(call, result, rows=9)[0].amin(-1).tolist(), rel=1e-5)
         assert layer.density == pytest.approx(result.density)
         assert layer.lowest is not None
-        head = layer.lowest[0]
+        head, sketch = layer.lowest
         assert min(layer.recalls[head], layer.last[head]) == min(*layer.recalls, *layer.last)
+        assert sketch.density == pytest.approx(result.mask.head(0, head).density)
     assert found.mask is not None
-    assert torch.equal(found.mask.to_dense()[0, 0], kept[1][1].mask.to_dense()[0, 2])
+    shares = kept[1][1].mask.shade(128)[0, 2]
+    torch.testing.assert_close(found.mask.shares, shares, rtol=0, atol=0, equal_nan=True)
 
 
 def test_contenders_have_the_tail_that_attach_gives(model: LlamaForCausalLM) -> None:

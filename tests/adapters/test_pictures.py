@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from sparseprefill.adapters.cli import page, picture
 from sparseprefill.adapters.cli.picture import Panel
-from sparseprefill.adapters.evaluation.outcome import Contender, Layer, Outcome
+from sparseprefill.adapters.evaluation.outcome import Contender, Layer, Outcome, Sketch
 
 import sparseprefill as sp
 from lab.bench import plot as bench_plot
@@ -23,11 +23,14 @@ from lab.bench.shape import Shape
 CALL = sp.AttentionCall(*(torch.randn(1, 1, 512, 8) for _ in range(3)))
 
 
-def local(window: int) -> sp.SparseMask:
-    return sp.build("streaming", sink=32, window=window, block=32).plan(CALL, sp.Memory()).mask
+FULL = Sketch.of(sp.SparseMask.full(CALL))
 
 
-def panel(name: str, mask: sp.SparseMask | None) -> Panel:
+def local(window: int) -> Sketch:
+    return Sketch.of(sp.build("streaming", sink=32, window=window, block=32).plan(CALL, sp.Memory()).mask)
+
+
+def panel(name: str, mask: Sketch | None) -> Panel:
     return Panel(name, "density", 512, mask)
 
 
@@ -76,7 +79,7 @@ def test_a_method_that_skips_while_it_runs_says_so(tmp_path: Path, monkeypatch: 
         Contender("skip-softmax", pipeline),
         tokens=512,
         layers=(Layer(0, 0.25, (0.9,), rows=torch.tensor([[1.0, 0.031, 1.0]])),),
-        mask=sp.SparseMask.full(CALL),
+        mask=FULL,
     )
     picture.draw([found], 0, 0, tmp_path / "masks.png")
     assert "75% of the layer's pairs\nare skipped while it runs" in drawn[0].axes[0].get_xlabel()
@@ -88,7 +91,7 @@ def test_a_method_that_skips_while_it_runs_says_so(tmp_path: Path, monkeypatch: 
 
 def test_the_page_says_what_the_lowest_row_of_a_head_kept() -> None:
     kept = torch.tensor([[1.0, 0.5], [0.031, 1.0]])
-    layer = Layer(3, 0.25, (0.75, 0.5), rows=kept, lowest=(1, sp.SparseMask.full(CALL)))
+    layer = Layer(3, 0.25, (0.75, 0.5), rows=kept, lowest=(1, FULL))
     (made,) = page._masks(Outcome(Contender("m"), tokens=512, layers=(layer,)))
     assert made.what == "Mask of layer 3, head 1"
     assert made.said == "recall 50.0%, 3.1% in the lowest row that was looked at"
