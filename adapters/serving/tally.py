@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections import Counter
 from functools import cache
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from attrs import define, field, frozen
 
 from sparseprefill.call import AttentionCall
+from sparseprefill.errors import numberless
 from sparseprefill.plan import Result
 
 from ..session.kinds import MOST, OTHERS
@@ -22,8 +22,6 @@ from ..session.session import Session
 from ..session.watch import CallRecall
 from .summary import Kind, Summary
 
-NUMBER = re.compile(r"(?<![\w.])\d+(\.\d+)?")
-"""Lengths and the like in a reason: left out, since each text of a label is a time series of its own."""
 CLASSES = 4
 """Classes of neighbouring layers that figures are told by: each has a time series for every bucket."""
 OWNER = ("model_name", "method", "worker", "profile")
@@ -158,7 +156,7 @@ class Tally:
 
     def _label(self, reason: str) -> str:
         """The reason without its numbers; beyond `MOST`, which only a stranger's words reach, none by itself."""
-        text = NUMBER.sub("N", reason)
+        text = numberless(reason)  # each text of a label is a time series of its own
         if len(self._labels) < MOST:
             self._labels.add(text)
         return text if text in self._labels else OTHERS

@@ -6,17 +6,15 @@ not grow with that.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 
 from attrs import define, field
 
+from sparseprefill.errors import NUMBER
+
 MOST = 200
 """Kinds that are kept; texts of a third party may differ in any way."""
 OTHERS = f"texts of other kinds, beyond the first {MOST}"
-_ONE = r"0x[0-9a-fA-F]+|\d{1,3}(?:,\d{3})+|\d+(?:\.\d+)?"
-NUMBER = re.compile(rf"(?<![\w.])({_ONE})(?: to ({_ONE}))?(?!\.?\d)")
-"""A number, or a span of numbers, that is no part of a name or a version."""
 
 
 @define(eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any, TypeVar
@@ -9,6 +10,9 @@ from typing import Any, TypeVar
 E = TypeVar("E", bound=BaseException)
 LONGEST = 400
 """Characters of a value that a message shows."""
+_ONE = r"0x[0-9a-fA-F]+|\d{1,3}(?:,\d{3})+|\d+(?:\.\d+)?"
+NUMBER = re.compile(rf"(?<![\w.])({_ONE})(?: to ({_ONE}))?(?!\.?\d)")
+"""A number in a message, or a span of numbers, that is no part of a name or a version."""
 
 
 def extra(name: str) -> str:
@@ -123,6 +127,11 @@ def printable(error: BaseException) -> bool:
 def _again(kind: type[SparsePrefillError], args: tuple[Any, ...]) -> SparsePrefillError:
     """An error with its message, without its constructor; what it holds besides comes by its state."""
     return kind.__new__(kind, *args)
+
+
+def numberless(text: str) -> str:
+    """A message without its numbers: one text for all sizes, where each text costs."""
+    return NUMBER.sub("N", text)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -19,7 +19,10 @@ from sparseprefill.adapters.calibration.fit import break_even, ranges
 from sparseprefill.adapters.calibration.search import FEWEST, Searcher, Target, halving
 from sparseprefill.adapters.cli.commands import app
 from sparseprefill.adapters.demo.text import text_lines
+from sparseprefill.adapters.evaluation.comparison import Comparison
 from sparseprefill.adapters.evaluation.outcome import Contender, Divergence, Fidelity, Layer, Outcome
+from sparseprefill.adapters.evaluation.prompts import Prompt
+from sparseprefill.adapters.evaluation.reading import Sizes
 from sparseprefill.adapters.huggingface import attach
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
@@ -237,6 +240,25 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 TWO = ("--method", "streaming", "--method", "vertical-slash", "--set", "vertical-slash.block=32")
 SMALL = (*TWO, "--set", "streaming.window=64", "--set", "streaming.sink=16", "--set", "streaming.block=16")
+
+
+@pytest.mark.usefixtures("_elsewhere", "_one_tokenizer")
+def test_restated_passages_are_within_the_tokens_that_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Prompt] = []
+
+    def of(model: Any, prompt: Prompt, sizes: Sizes) -> Comparison:
+        read.append(prompt)
+        return given(model, prompt, sizes)
+
+    given = Comparison.of
+    monkeypatch.setattr(Comparison, "of", of)
+    Path("mine.txt").write_text(" ".join(text_lines()[:1500]), encoding="utf-8")
+    chosen = ("--tokens", "3200", "--count", "1", "--minutes", "0.02")
+    result = run("--prompts", "mine.txt", *SMALL, *chosen)
+    assert result.exit_code == 0, result.output
+    assert read
+    assert all(2400 <= len(one.ids) <= 3200 for one in read)
+    assert any(one.copies for one in read)
 
 
 @pytest.mark.usefixtures("_elsewhere", "_one_tokenizer")

@@ -17,6 +17,7 @@ from transformers import DynamicCache
 import sparseprefill as sp
 from helpers import hf_models
 from helpers.hf_models import STREAMING
+from sparseprefill.errors import numberless
 
 KINDS: list[tuple[list[str], dict[str, int]]] = [
     (["cut at token 64", "cut at token 9", "cut at token 128"], {"cut at token 9 to 128": 3}),
@@ -42,6 +43,15 @@ def test_kinds(texts: list[str], wanted: dict[str, int]) -> None:
     again.update(kinds.counts())
     assert wanted == again.counts()
     assert len(wanted) == len(again)
+
+
+@pytest.mark.parametrize(("texts", "wanted"), KINDS)
+def test_what_is_one_kind_is_one_text_without_its_numbers(texts: list[str], wanted: dict[str, int]) -> None:
+    assert len(wanted) == len({numberless(text) for text in texts})
+
+
+def test_a_number_goes_whole() -> None:
+    assert "N keys, int8 and gamma N, layers N" == numberless("3,012 keys, int8 and gamma 0.95, layers 0 to 27")
 
 
 def test_the_first_of_a_kind_is_told() -> None:

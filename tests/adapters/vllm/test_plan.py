@@ -17,8 +17,8 @@ import torch
 from sparseprefill.adapters.serving.model import Model
 from sparseprefill.adapters.serving.parts import Part
 from sparseprefill.adapters.serving.runtime import ENDLESS
-from sparseprefill.adapters.serving.tally import NUMBER, Tally
 from sparseprefill.adapters.serving.tally import Owner as Whose
+from sparseprefill.adapters.serving.tally import Tally
 from sparseprefill.adapters.session.options import HostOptions
 from sparseprefill.adapters.session.session import Session
 from sparseprefill.adapters.vllm import runtime as module
@@ -560,10 +560,6 @@ def test_a_worker_reports_where_no_layer_came_to_us(monkeypatch: pytest.MonkeyPa
     assert said in worker.sparseprefill_report()["text"]
     attention.backend = None
     assert {} == worker.sparseprefill_report()
-
-
-def test_labels_hold_no_lengths() -> None:
-    assert "no setting at N keys, int8 and gamma N" == NUMBER.sub("N", "no setting at 3012 keys, int8 and gamma 0.95")
 
 
 class Speculator:

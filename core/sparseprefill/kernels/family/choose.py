@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -15,7 +14,7 @@ import torch
 from attrs import Attribute, evolve, frozen
 
 from sparseprefill.call import AttentionCall
-from sparseprefill.errors import UnsupportedCallError, frameless
+from sparseprefill.errors import UnsupportedCallError, frameless, numberless
 from sparseprefill.kernels.family.chips import NONE, Capability, amd, capability
 from sparseprefill.kernels.family.record import Family, Job, Launched, Wanted
 from sparseprefill.mask.mask import SparseMask
@@ -217,7 +216,7 @@ def _other_chip(family: Family, device: torch.device) -> str:
 @lru_cache(maxsize=1024)
 def _declined(name: str, reason: str) -> None:
     """Said once for each reason, whatever its numbers; `info`, since small tiles or a softcap are no fault of anybody."""
-    kind = name, re.sub(r"\d[\d,.]*", "N", reason)
+    kind = name, numberless(reason)
     if kind not in _SAID:
         _SAID.add(kind)
         log.info("the kernel %s does not serve calls with %s; the next in line is asked", name, reason)
