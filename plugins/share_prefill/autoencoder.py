@@ -79,24 +79,25 @@ def compress(
     x = scaled(maps)
     with torch.random.fork_rng(), torch.inference_mode(False), torch.enable_grad():
         torch.manual_seed(seed)
-        x = x.clone()
+        x = x.clone().to(device)
         model = Autoencoder(x.shape[-1], latent).to(device)
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
         best, since = float("inf"), 0
         for epoch in range(epochs):
-            total = 0.0
-            for part in torch.randperm(len(x), device=x.device).split(batch):
-                wanted = x[part].to(device)
+            error = torch.zeros((), dtype=torch.float64, device=x.device)  # read once an epoch
+            for part in torch.randperm(len(x), device="cpu").to(x.device).split(batch):
+                wanted = x[part]
                 loss = functional.mse_loss(model(wanted), wanted)
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-                total += float(loss.detach()) * len(part)
+                error += loss.detach().double() * len(part)
+            total = float(error)
             progress(epoch + 1, epochs)
             best, since = (total, 0) if total < best * 0.999 else (best, since + 1)
             if since >= patience:
                 break
     with torch.no_grad():
-        codes = torch.cat([model.encoder(part.to(device)).cpu() for part in x.split(batch)])
-        error = sum(float(functional.mse_loss(model(p.to(device)), p.to(device))) * len(p) for p in x.split(batch))
-    return codes, error / len(x)
+        codes = torch.cat([model.encoder(part).cpu() for part in x.split(batch)])
+        left = sum(float(functional.mse_loss(model(part), part)) * len(part) for part in x.split(batch))
+    return codes, left / len(x)
