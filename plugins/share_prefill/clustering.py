@@ -34,7 +34,8 @@ def clustered(
 ) -> MadeTable:
     """Let the model read samples of one length densely, and cluster the block maps of its heads.
 
-    samples: token ids. Raises UnsupportedCallError, AttachError or ParameterError as `block_maps` does.
+    Heads of layers in which no method runs are noise. samples: token ids. Raises UnsupportedCallError, AttachError or
+    ParameterError as `block_maps` does.
     """
     by_layer = block_maps(reader, samples, settings.block, lambda done, of: progress("layers", done, of))
     heads = [(layer, head) for layer, maps in by_layer.items() for head in range(maps.shape[1])]
@@ -52,6 +53,8 @@ def clustered(
     members: dict[int, list[Spot]] = {label: [] for label in range(-1, max(chosen) + 1)}
     for head, label in zip(heads, chosen, strict=True):
         members[label].append(head)
+    without = [layer for layer in range(reader.identity.layers) if layer not in by_layer]
+    members[-1] = sorted((*members[-1], *((layer, head) for layer in without for head in range(reader.identity.heads))))
     noise, *clusters = (tuple(one) for one in members.values())
     table = ClusterTable(clusters=tuple(clusters), noise=noise, model=reader.identity, made=made)
     # Mean similarity of two heads of one cluster, and of any other two; NaN where there are none.
@@ -69,10 +72,13 @@ def clustered(
         rows=rows,
         words=("layer.head",),
         drop=("heads",),
-        remarks=(f"similarity of the patterns: {within:.2f} within clusters, {across:.2f} across",),
+        remarks=(
+            f"similarity of the patterns: {f'{within:.2f} within clusters, ' if clusters else ''}{across:.2f} across",
+            *([f"layers {without} run without a method, as those with a sliding window do: noise"] if without else []),
+        ),
         facts={
             **made,
-            **{"clusters": table.clusters, "noise": table.noise, "restored_error": error_left},
+            **{"clusters": table.clusters, "noise": table.noise, "without": without, "restored_error": error_left},
             **{"similarity_within": within, "similarity_across": across},
         },
         useless="" if table.clusters else "no two heads of this model look alike",
@@ -100,8 +106,9 @@ def block_maps(
 ) -> dict[int, Tensor]:
     """By layer: float32 ``[S, H, R, R]`` on the CPU, mean over a block's queries of the mass in a block of keys.
 
-    samples: token ids of S prompts of one length. Raises UnsupportedCallError where a layer has no such map, as one
-    with a sliding window, and AttachError or ParameterError as `ModelReader.read` does.
+    Layers in which no method runs, as with a sliding window, have none. samples: token ids of S prompts of one length.
+    Raises UnsupportedCallError where no layer has such a map, and AttachError or ParameterError as `ModelReader.read`
+    does.
     """
     maps: dict[int, list[Tensor]] = {}
     total = len(samples) * reader.identity.layers
@@ -113,10 +120,10 @@ def block_maps(
         progress(sum(map(len, maps.values())), total)
 
     probed = Pipeline(ProbedDense(block), name="block-maps")
-    seen = {layer for layers in reader.read(samples, probed, observe, verify=True) for layer in layers}
-    lost = sorted(seen - set(maps))
-    if lost or not maps:
-        raise UnsupportedCallError([f"layers {lost}: no block map; layers with a sliding window run without a method"])
+    for _ in reader.read(samples, probed, observe, verify=True):
+        pass
+    if not maps:
+        raise UnsupportedCallError(["no layer has a block map: those with a sliding window run without a method"])
     return {layer: torch.stack(found) for layer, found in sorted(maps.items())}
 
 

@@ -15,10 +15,13 @@ from sparseprefill.adapters.huggingface import attach
 from sparseprefill.adapters.huggingface.identity import identity
 from sparseprefill.adapters.huggingface.reader import Reader
 from sparseprefill.plugins.share_prefill import TABLE, autoencoder, clustering
+from sparseprefill.plugins.share_prefill.table import ClusterTable, Settings
 from torch import Tensor
 from typer.testing import CliRunner, Result
 
 import sparseprefill as sp
+from helpers.hf_models import build
+from sparseprefill import structure
 
 from .test_cli import refused
 
@@ -108,6 +111,31 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, embedded: 
     assert sorted(heads) == [(layer, head) for layer in range(6) for head in range(4)]
     assert all(len(one) >= 2 for one in table.clusters)
     table.check_model(identity(embedded.get_decoder()))
+
+
+def test_heads_of_layers_with_a_window_are_noise() -> None:
+    """No method runs there, and every head must have its place."""
+    model = build("gemma3", num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2)
+    ids = torch.randint(1, 96, (2, 256), generator=torch.Generator().manual_seed(0)).tolist()
+    made = clustering.clustered(reader(model), ids, Settings(block=16, epochs=2, min_size=2, threshold=1e9))
+    assert made.measured == "8 heads"
+    assert isinstance(made.table, ClusterTable)
+    assert made.table.noise == tuple((layer, head) for layer in (0, 2) for head in range(4))
+    assert made.table.clusters == (tuple((layer, head) for layer in (1, 3) for head in range(4)),)
+    assert "layers [0, 2] run without a method" in made.remarks[-1]
+    clusters = structure.unstructure(made.table)
+    with (
+        torch.inference_mode(),
+        attach(model, "share-prefill", clusters=clusters, block=16, min_query=16, strict=True, gate=None) as handle,
+    ):
+        model(torch.tensor(ids[:1]))
+    assert [one.mode for one in handle.report().layers] == ["window", "sparse", "window", "sparse"]
+
+
+def test_a_model_of_windows_alone_has_no_maps() -> None:
+    model = build("mistral-sliding")
+    with pytest.raises(sp.UnsupportedCallError, match="no layer has a block map"):
+        clustering.block_maps(reader(model), [list(range(1, 90))], 16)
 
 
 def test_what_the_command_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
