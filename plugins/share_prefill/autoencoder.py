@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -59,6 +62,59 @@ def scaled(maps: Tensor, most: int = 256) -> Tensor:
     return (resized / torch.where(peak == 0, 1.0, peak)).sqrt()
 
 
+class Training:
+    """Steps of Adam on maps ``[n, 1, size, size]``, with a learning rate of 1e-3 (A.4).
+
+    On a GPU a step is so small that the host's launches are all that takes time, so that after `record` each is one
+    launch of a graph.
+    """
+
+    def __init__(self, model: Autoencoder, x: Tensor, batch: int) -> None:
+        self.model, self.x, self.batch = model, x, batch
+        self._records = x.device.type == "cuda" and len(x) >= batch
+        self._optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, capturable=self._records)
+        self._at = torch.zeros(batch, dtype=torch.int64, device=x.device)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._loss = torch.zeros((), device=x.device)
+
+    def step(self, part: Tensor) -> Tensor:
+        """Mean squared error of the maps of these indices, before the step; the next step may write over it."""
+        if self._graph is None or len(part) != self.batch:
+            return self._eager(part)
+        self._at.copy_(part)
+        self._graph.replay()
+        return self._loss
+
+    def record(self) -> None:
+        """Make a graph of a step, once, when some have run on the current stream, which is not the default one."""
+        if self._records and self._graph is None:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=torch.cuda.current_stream(self.x.device)):
+                self._loss = self._eager(self._at)
+            self._graph = graph
+
+    def _eager(self, part: Tensor) -> Tensor:
+        wanted = self.x[part]
+        loss = functional.mse_loss(self.model(wanted), wanted)
+        self._optimizer.zero_grad()
+        loss.backward()
+        self._optimizer.step()
+        return loss.detach()
+
+
+@contextmanager
+def aside(device: torch.device) -> Iterator[None]:
+    """On a GPU, work goes to a stream of its own, behind what is queued; its end is waited for."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
+
+
 @uncast
 def compress(
     maps: Tensor,
@@ -73,26 +129,22 @@ def compress(
 ) -> tuple[Tensor, float]:
     """Codes ``[n, latent]`` of block maps ``[n, R, R]``, and the mean squared error of the restored maps.
 
-    Adam with a learning rate of 1e-3 (A.4); training ends early where the error has not fallen by a thousandth for
-    `patience` epochs. The same seed gives the same codes on one kind of device.
+    Training ends early where the error has not fallen by a thousandth for `patience` epochs. The same seed gives the
+    same codes on one kind of device.
     """
     x = scaled(maps)
-    with torch.random.fork_rng(), torch.inference_mode(False), torch.enable_grad():
+    with torch.random.fork_rng(), torch.inference_mode(False), torch.enable_grad(), aside(torch.device(device)):
         torch.manual_seed(seed)
         x = x.clone().to(device)
         model = Autoencoder(x.shape[-1], latent).to(device)
-        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        training = Training(model, x, batch)
         best, since = float("inf"), 0
         for epoch in range(epochs):
             error = torch.zeros((), dtype=torch.float64, device=x.device)  # read once an epoch
             for part in torch.randperm(len(x), device="cpu").to(x.device).split(batch):
-                wanted = x[part]
-                loss = functional.mse_loss(model(wanted), wanted)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                error += loss.detach().double() * len(part)
+                error += training.step(part).double() * len(part)
             total = float(error)
+            training.record()
             progress(epoch + 1, epochs)
             best, since = (total, 0) if total < best * 0.999 else (best, since + 1)
             if since >= patience:

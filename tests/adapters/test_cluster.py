@@ -94,6 +94,17 @@ def test_two_kinds_of_heads_are_two_clusters() -> None:
     assert float(similar[:4, :4].min()) > float(similar[:4, 4:].max())
 
 
+@pytest.mark.gpu
+def test_recorded_steps_train_as_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """35 maps in batches of 16: the last batch of an epoch is no recorded one."""
+    maps = kinds().repeat(5, 1, 1)[:35]
+    found, error = autoencoder.compress(maps, epochs=20, latent=8, device="cuda")
+    monkeypatch.setattr(autoencoder.Training, "record", lambda training: None)
+    wanted, other = autoencoder.compress(maps, epochs=20, latent=8, device="cuda")
+    assert error == pytest.approx(other, rel=1e-2)
+    torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.05)
+
+
 def test_heads_that_are_all_alike() -> None:
     codes = torch.ones(2, 3, 4)
     assert tuple(clustering.features(codes).shape) == (3, 0)
