@@ -138,10 +138,12 @@ def _run(
             made = table.make(Reader(found, identity), prompts, settings, progress)
     write("--output", output, made.table.to_json())
     if json:
-        render.write_json({"model": identity.name, **made.facts, "output": output})
+        render.write_json({"model": identity.name, **made.facts, "useless": made.useless, "output": output})
         return
     title = f"{made.measured} of {identity.name}, {samples} samples of {tokens:,} tokens"
     render.show(
         Table(title=title, heads=made.heads, rows=made.rows, words=made.words, drop=made.drop, remarks=made.remarks)
     )
+    if made.useless:
+        render.line(f"the method can do nothing with this table: {made.useless}")
     render.line(f"table: {output}")

@@ -149,6 +149,15 @@ def test_a_model_of_windows_alone_has_no_maps() -> None:
         clustering.block_maps(reader(model), [list(range(1, 90))], 16)
 
 
+def test_a_table_without_clusters_is_told(tmp_path: Path) -> None:
+    arguments = (*SMALL, "--min-size", "100", "--output", str(tmp_path / "clusters.json"))
+    words = "no two heads of this model look alike"
+    assert json.loads(run(*arguments, "--json").stdout)["useless"] == words
+    shown = run(*arguments).stdout
+    assert f"the method can do nothing with this table: {words}" in " ".join(shown.split())
+    assert "nan" not in shown
+
+
 def test_what_the_command_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for arguments, words in (
