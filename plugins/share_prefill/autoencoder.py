@@ -75,7 +75,7 @@ class Training:
         self._optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, capturable=self._records)
         self._at = torch.zeros(batch, dtype=torch.int64, device=x.device)
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._loss = torch.zeros((), device=x.device)
+        self._loss = torch.zeros((), dtype=x.dtype, device=x.device)
 
     def step(self, part: Tensor) -> Tensor:
         """Mean squared error of the maps of these indices, before the step; the next step may write over it."""
