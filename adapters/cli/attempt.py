@@ -15,7 +15,7 @@ import typer
 from attrs import evolve, frozen
 
 from sparseprefill import __version__
-from sparseprefill.errors import ParameterError
+from sparseprefill.errors import AttachError, ParameterError
 
 from ..session.defaults import TAIL
 from . import options, render
@@ -23,7 +23,10 @@ from .fit import COPIES, LEAST
 from .group import CommandError, Stop, check_writable
 
 if TYPE_CHECKING:
-    from ..calibration.search import Search, Trial
+    from sparseprefill.registry import Registry
+
+    from ..calibration.fit import ModelReadings
+    from ..calibration.search import Search, Target, Trial
     from ..evaluation.clock import SideBySide
     from ..evaluation.prompts import Prompt, Text
     from .progress import Bars
@@ -43,8 +46,14 @@ SEARCH = 0.75
 """Share of the time for the search; the rest is for timing what was found."""
 EVERY = {"cpu": 8, "cuda": 1}
 """Of so many rows inside a prompt one is compared with dense attention's: on a CPU that is most of the time."""
+WINDOWS = (
+    "Layers with a sliding window compute their window alone, where the model's own attention in transformers computes "
+    "every key."
+)
 ROUNDS = {"cpu": 3, "cuda": 5}
 """Times that what was found is timed beside dense attention, at each length."""
+WORTH = 1.05
+"""Times as fast as every key that a method must be, where sliding windows gain by themselves."""
 
 
 def try_(
@@ -78,7 +87,8 @@ def try_(
 
     Reads texts in which passages are restated far below, with dense attention and with every method, keeps the fastest
     setting that still copies them, times it in turns with dense attention, and says from which length on it gains
-    anything. Where nothing does, it says so. Ctrl-C ends the search, and what was found until then counts.
+    anything. Where nothing does, it says so. Where layers have a sliding window, which gains by itself, methods must be
+    faster than every key of the other layers. Ctrl-C ends the search, and what was found until then counts.
     """
     from ..evaluation.prompts import read
 
@@ -135,6 +145,7 @@ def try_(
             "and a reading that has begun is finished"
         )
         readings = ModelReadings(loaded, identity, prompts, evolve(SIZES, every=EVERY[place.kind]), TAIL)
+        every = _every_key(loaded, registry, readings, target, shown)
         searcher = Searcher(length, candidates(methods), readings, target, "seconds", until=began + SEARCH * seconds)
         told: set[str] = set()
         with Stop() as stop, shown.contender(f"{length:,} tokens") as progress:
@@ -146,15 +157,22 @@ def try_(
             searcher.run(hear)
         found = searcher.result()
         stop.check(len(found.trials))
-        timing = Stop()
-        if found.chosen is not None:
-            run.searches.append(found)
-            with timing:
+        timing, whole = Stop(), None
+        with timing:
+            if every is not None:
+                whole = next(_timed(loaded, prompts[0], run, every, until, shown))
+            if found.chosen is not None:
                 for one in _timed(loaded, prompts[0], run, found.chosen, until, shown):
                     times.append(one)  # Ctrl-C keeps those that are there
+            if every is not None and whole is not None and enough(whole, times):
+                found, times = evolve(found, chosen=every, trials=(every, *found.trials), reason=""), [whole]
+                run.methods = [*run.methods, options.DENSE]
+                for one in _timed(loaded, prompts[0], run, every, until, shown, whole):
+                    times.append(one)
+        run.searches += [found] if found.chosen is not None else []
     passed = time.monotonic() - began
     doubt = starved(time.process_time() - spent, passed) if place.kind == "cpu" else ""
-    result = Verdict(run, found, tuple(times), passed, doubt)
+    result = Verdict(run, found, tuple(times), passed, doubt, whole)
     if result.gains:
         run.dense_below = result.below or 0
         run.write()
@@ -172,7 +190,8 @@ def try_(
 class Verdict:
     """Advice for a model. found: of the search. times: of what it chose, longest first; none where it chose none.
 
-    seconds: that all of it took. doubt: about its times, by the processors that it had.
+    seconds: that all of it took. doubt: about its times, by the processors that it had. windows: times of every key by
+    this library, of a model whose layers have sliding windows, some or all.
     """
 
     run: Run
@@ -180,6 +199,12 @@ class Verdict:
     times: tuple[SideBySide, ...]
     seconds: float
     doubt: str = ""
+    windows: SideBySide | None = None
+
+    @property
+    def every_key(self) -> bool:
+        """True if every key is what to take, by this library."""
+        return self.found.chosen is not None and self.found.chosen.candidate.name == options.DENSE
 
     @property
     def below(self) -> int | None:
@@ -204,8 +229,9 @@ class Verdict:
 
     @property
     def server(self) -> str:
-        """The addition to a server's command line; empty where the model should stay as it is."""
-        if not self.gains:
+        """The addition to a server's command line; empty where the model should stay as it is, and of every key: a
+        server computes windows by itself."""
+        if not self.gains or self.every_key:
             return ""
         held = dumps({"sparseprefill": {"profile": str(self.run.output.absolute())}})
         return f"--attention-backend CUSTOM --additional-config {shlex.quote(held)}"
@@ -223,6 +249,7 @@ class Verdict:
             "server": self.server,
             "profile": str(self.run.output) if self.gains else None,
             "times": [one.figures for one in self.times],
+            "windows": None if self.windows is None else self.windows.figures,
             "took": self.seconds,
             "search": as_json(self.found),
         }
@@ -242,8 +269,9 @@ class Verdict:
         if self.gains:
             render.line("\nIn transformers:", style="bold")
             typer.echo(f"from sparseprefill.adapters.huggingface import attach\n{self.line}")
-            render.line("In vLLM, behind `vllm serve MODEL`:", style="bold")
-            typer.echo(self.server)
+            if self.server:
+                render.line("In vLLM, behind `vllm serve MODEL`:", style="bold")
+                typer.echo(self.server)
 
     def _best(self) -> list[Trial]:
         """Each method's setting that came nearest to the target; the chosen one stands first."""
@@ -278,8 +306,9 @@ class Verdict:
         first = self.times[0] if self.times else None
         if first is None:
             return [f"{name} was found, and could not be timed: {kept}."]
-        speed = f"{first.speed_up:.2f} times as fast as dense attention's at {first.tokens:,} tokens"
-        times = f"{len(first.own)} prefills of each, in turns"
+        other = "the model's own attention" if self.every_key else "dense attention's"
+        speed = f"{first.speed_up:.2f} times as fast as {other} at {first.tokens:,} tokens"
+        times = f"{_counted(first.own, 'prefill')} of each, in turns"
         if not self.gains:
             return [
                 f"Stay dense up to {tokens:,} tokens: {name} keeps enough ({kept}), but its whole prefill is {speed} "
@@ -287,9 +316,14 @@ class Verdict:
                 LONGER,
             ]
         said = [f"Take {name}. {kept[:1].upper()}{kept[1:]}.", f"Its whole prefill is {speed} ({times})."]
+        if self.every_key:
+            said.append(f"{WINDOWS} No method is {WORTH:g} times as fast as that. A server has it anyway.")
+        elif self.windows is not None:
+            said.append(f"{WINDOWS} That alone is {self.windows.speed_up:.2f} times as fast. A server has it anyway.")
         slower = next((one for one in self.times if one.speed_up <= 1.0), None)
         why = "shorter ones were not timed" if slower is None else f"{slower.speed_up:.2f} times at {slower.tokens:,}"
-        return [*said, f"Stay dense below {self.below:,} tokens ({why}); the profile does."]
+        below = f"below {self.below:,} tokens ({why}); the profile does"
+        return [*said, f"Keep the model's own {below}." if self.every_key else f"Stay dense {below}."]
 
     def _doubts(self) -> list[str]:
         from ..evaluation.outcome import Summary, unsteady
@@ -306,7 +340,7 @@ class Verdict:
         doubt = unsteady(self.times[0].stock if self.times else alone) or self.doubt
         made += [f"Beware: {doubt}."] if doubt else []
         chosen = self.found.chosen
-        if chosen is not None and len(chosen.outcomes) < self.found.prompts:
+        if chosen is not None and not self.every_key and len(chosen.outcomes) < self.found.prompts:
             made.append(
                 f"It was chosen on {len(chosen.outcomes)} of {self.found.prompts} texts: give it more --seconds."
             )
@@ -318,6 +352,34 @@ class Verdict:
         elif self.found.untried:
             made.append(f"There was no time for {self.found.untried} more settings; --seconds gives it.")
         return made
+
+
+def _every_key(model: Any, registry: Registry, readings: ModelReadings, target: Target, shown: Bars) -> Trial | None:
+    """What every key by this library does to one text, for a model with layers that have a sliding window; None for any
+    other, and for one that cannot be attached, of which the search will tell."""
+    from ..calibration.candidates import Candidate
+    from ..calibration.search import Trial
+    from ..huggingface.dry_run import windows
+
+    try:
+        if not windows(model):
+            return None
+    except AttachError:
+        return None
+    candidate = Candidate(registry.get(options.DENSE), {})
+    with shown.contender("every key"):
+        outcomes = (readings.run(candidate, 0),)
+    made = Trial(candidate, outcomes, target.shortfall(outcomes))
+    if made.error:
+        return None
+    shown.finished(f"every key, and windows as such: {made.cost('seconds'):.2f} s a prefill")
+    return made
+
+
+def enough(whole: SideBySide, times: Sequence[SideBySide]) -> bool:
+    """True if every key is faster than the model's own attention, and what was chosen, if anything, hardly more so."""
+    best = times[0].speed_up if times else 0.0
+    return whole.speed_up >= WORTH and best < WORTH * whole.speed_up
 
 
 def _tell(found: Search, told: set[str], shown: Bars) -> None:
@@ -398,17 +460,22 @@ def _prompts(texts: Sequence[Text] | None, source: Source, length: int, seed: in
     return [with_copies(one, length, seed) for one in found]
 
 
-def _timed(model: Any, prompt: Prompt, run: Run, chosen: Trial, until: float, shown: Bars) -> Iterator[SideBySide]:
+def _timed(
+    model: Any, prompt: Prompt, run: Run, chosen: Trial, until: float, shown: Bars, whole: SideBySide | None = None
+) -> Iterator[SideBySide]:
     """Time the choice beside dense attention, at the whole length and at half of it, again and again, until dense wins
-    or the time is up."""
+    or the time is up. whole: the first of these, where it is known already."""
     from ..evaluation.clock import side_by_side
 
     contender = chosen.candidate.contender(run.identity, TAIL)
     rounds = ROUNDS[run.place.kind]
-    length = len(prompt.ids)
+    made, length = whole, len(prompt.ids)
     with shown.contender("in turns with dense attention") as progress:
-        while length >= LEAST and (length == len(prompt.ids) or time.monotonic() < until):
+        while made is None or made.speed_up > 1.0:
+            if made is not None:
+                length //= 2
+                if length < LEAST or time.monotonic() >= until:
+                    return
             progress(f"{length:,} tokens", 0, 1)
             made = side_by_side(model, prompt.ids[:length], contender, rounds, until)
             yield made
-            length = length // 2 if made.speed_up > 1.0 else 0

@@ -27,7 +27,7 @@ from ..session.report import Report
 from ..session.session import Session
 from .attention import autocast_type
 from .handle import Handle
-from .inspection import allowed_ids, asks, configurations, input_device, trained_length
+from .inspection import allowed_ids, asks, configurations, find_decoder, input_device, trained_length
 
 TOKENS, SHORTEST = 64, 16
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
@@ -166,6 +166,11 @@ def dry_run(model: torch.nn.Module, decoder: PreTrainedModel, route: Route) -> F
         raise AttachError(f"{name} has no attention layer to attach to: {nothing}")
     cause = failed[0][1]
     raise AttachError(_failed(model, STOCK, cause)) from cause
+
+
+def windows(model: torch.nn.Module) -> tuple[int, ...]:
+    """Layers with a sliding window, as a dry run finds them. Raises AttachError as `dry_run` does."""
+    return dry_run(model, find_decoder(model), Route.of(Pipeline(FullEstimator()))).windows
 
 
 def _attached(

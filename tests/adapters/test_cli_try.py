@@ -32,11 +32,12 @@ from sparseprefill.adapters.evaluation.outcome import (
     unsteady,
 )
 from sparseprefill.adapters.evaluation.reading import Reader
-from sparseprefill.adapters.huggingface import attach
+from sparseprefill.adapters.huggingface import attach, dry_run
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 
 import sparseprefill as sp
+from helpers.hf_models import build
 from sparseprefill.profiles.identity import ModelIdentity
 from sparseprefill.profiles.profile import Profile
 
@@ -120,6 +121,34 @@ def test_where_dense_wins_nothing_is_written_and_it_says_so(folder: Path, monkey
     assert "but its whole prefill is 0.67 times as fast" in said
     assert "attach(" not in said
     assert not Path("model.profile.json").exists()
+
+
+@pytest.mark.usefixtures("_one_tokenizer")
+def test_where_windows_gain_by_themselves_every_key_is_the_choice(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model with sliding windows a method must be faster than every key of its other layers; here none is."""
+    clocked(monkeypatch, dense_wins_at=256)
+    monkeypatch.setattr(dry_run, "windows", lambda model: (0,))
+    result = run(str(folder), *SMALL, "--json")
+    assert 0 == result.exit_code, result.output
+    facts = json.loads(result.stdout)
+    assert (False, 512, "") == (facts["dense"], facts["dense_below"], facts["server"])
+    assert [512, 256] == [one["tokens"] for one in facts["times"]]
+    assert facts["windows"] == facts["times"][0]
+    profile = Profile.load("model.profile.json")
+    assert [(0, None), (512, "dense")] == [(one.least, one.method) for one in profile.ranges]
+    said = " ".join(facts["said"])
+    assert "times as fast as the model's own attention at 512 tokens" in said
+    assert "No method is 1.05 times as fast as that. A server has it anyway." in said
+    assert "Keep the model's own below 512 tokens (0.67 times at 256)" in said
+    shown = run(str(folder), *SMALL).stdout
+    assert "In transformers:" in shown
+    assert "vllm serve" not in shown
+
+
+def test_windows_are_found() -> None:
+    assert ((0,), ()) == (dry_run.windows(build("gemma3")), dry_run.windows(build("llama")))
 
 
 def _stock(reader: Reader) -> bool:
@@ -226,6 +255,18 @@ def test_what_is_said_of_a_model_that_copies() -> None:
         "Its whole prefill is 2.00 times as fast as dense attention's at 4,096 tokens (2 prefills of each, in turns).",
         "Stay dense below 2,048 tokens (0.67 times at 1,024); the profile does.",
     ]
+
+
+def test_what_windows_gain_is_told_of_a_method_that_gains_more() -> None:
+    alone = SideBySide(4096, (2.0,), (1.6,))
+    one = evolve(verdict(WON, LOST, copies=GOOD, stock=DENSE), windows=alone)
+    assert one.said[2] == (
+        "Layers with a sliding window compute their window alone, where the model's own attention in transformers "
+        "computes every key. That alone is 1.25 times as fast. A server has it anyway."
+    )
+    assert one.server
+    assert [False, True, True] == [attempt.enough(alone, times) for times in ([WON], [alone], [])]
+    assert not attempt.enough(SideBySide(4096, (2.0,), (1.95,)), []), "that is noise"
 
 
 def test_where_nothing_keeps_enough_the_nearest_is_named(capsys: pytest.CaptureFixture[str]) -> None:
