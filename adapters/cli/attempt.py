@@ -355,8 +355,8 @@ class Verdict:
 
 
 def _every_key(model: Any, registry: Registry, readings: ModelReadings, target: Target, shown: Bars) -> Trial | None:
-    """What every key by this library does to one text, for a model with layers that have a sliding window; None for any
-    other, and for one that cannot be attached, of which the search will tell."""
+    """The trial of every key, by this library, on one text, for a model with layers that have a sliding window; None
+    for any other, and for one that cannot be attached, of which the search will tell."""
     from ..calibration.candidates import Candidate
     from ..calibration.search import Trial
     from ..huggingface.dry_run import windows
