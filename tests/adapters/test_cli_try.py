@@ -21,6 +21,7 @@ from sparseprefill.adapters.cli.setup import Place
 from sparseprefill.adapters.demo.text import text_lines
 from sparseprefill.adapters.evaluation import clock
 from sparseprefill.adapters.evaluation.clock import SideBySide, side_by_side
+from sparseprefill.adapters.evaluation.comparison import Comparison
 from sparseprefill.adapters.evaluation.outcome import (
     Contender,
     Copies,
@@ -145,6 +146,26 @@ def test_where_windows_gain_by_themselves_every_key_is_the_choice(
     shown = run(str(folder), *SMALL).stdout
     assert "In transformers:" in shown
     assert "vllm serve" not in shown
+
+
+@pytest.mark.usefixtures("_one_tokenizer")
+def test_where_every_key_fails_it_says_that_the_windows_gain_is_unknown(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clocked(monkeypatch, dense_wins_at=256)
+    monkeypatch.setattr(dry_run, "windows", lambda model: (0,))
+    whole = Comparison.run
+
+    def fails(self: Comparison, contender: Contender, *more: Any) -> Outcome:
+        failed = contender.label == "dense"
+        return Outcome(contender, "p", error="out of memory") if failed else whole(self, contender, *more)
+
+    monkeypatch.setattr(Comparison, "run", fails)
+    result = run(str(folder), *SMALL)
+    assert 0 == result.exit_code, result.output
+    words = "dense is left out: it failed, so that what windows gain by themselves is not known: out of memory"
+    assert words in " ".join(result.stdout.split())
+    assert "Take streaming (" in result.stdout
 
 
 def test_windows_are_found() -> None:
