@@ -12,6 +12,7 @@ from attrs import field, fields, frozen
 from torch import Tensor
 
 from sparseprefill.errors import InvalidCallError, ParameterError, nearest, printed
+from sparseprefill.kernels import apart
 from sparseprefill.mask.geometry import Geometry
 from sparseprefill.pages import DTYPES, LONGEST, Pages, check_index, odd_layout
 
@@ -62,7 +63,7 @@ class AttentionCall:
 
     def __attrs_post_init__(self) -> None:
         _check_tensors(self.q, self._k, self._v)
-        _check_rows(self)
+        apart(_check_rows, self)
         _check_numbers(self)
 
     @classmethod

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparseprefill.call import AttentionCall
-from sparseprefill.kernels.enqueue import enqueue
+from sparseprefill.kernels.launch import enqueue
 from sparseprefill.kernels.settings import FUSED
 from sparseprefill.kernels.statistics.distance import js_distance, js_terms, seen_blocks
 from sparseprefill.kernels.statistics.softmax import row_level, row_logits

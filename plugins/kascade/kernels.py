@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparseprefill.call import AttentionCall
-from sparseprefill.kernels.enqueue import enqueue
+from sparseprefill.kernels.launch import enqueue
 from sparseprefill.kernels.family.chips import chip
 from sparseprefill.kernels.sampled.mass import settings
 from sparseprefill.kernels.settings import FUSED, block, cdiv

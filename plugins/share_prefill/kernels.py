@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparseprefill.kernels.enqueue import enqueue
+from sparseprefill.kernels.launch import enqueue
 from sparseprefill.kernels.sampled.diagonals import COLUMNS, ROWS, on_diagonals
 from sparseprefill.kernels.settings import FUSED, cdiv, power_of_two
 from sparseprefill.kernels.statistics.distance import js_distance, js_terms, seen_blocks

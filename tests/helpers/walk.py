@@ -35,7 +35,8 @@ def place(path: str) -> str | None:
 
 @define
 class Walk:
-    """What was seen of a call: the files that it ran in, and each move: between which files, by which function.
+    """What was seen of a call: the files that it ran in, each move: between which files, by which function, and how many
+    functions of the package were called.
 
     Functions of others, code that attrs or Triton generates, and the wrapper of `uncast`, which stands around functions
     and hands on at once, are passed through: a move goes from the file of ours that was left to the next one of ours. A
@@ -44,6 +45,7 @@ class Walk:
 
     moves: list[tuple[str, str, str]] = field(factory=list)
     files: set[str] = field(factory=set)
+    calls: int = 0
     _open: list[str] = field(factory=list)
 
     def watch(self, frame: FrameType, event: str, _: Any) -> None:
@@ -52,8 +54,9 @@ class Walk:
             return
         before = self._open[-1] if self._open else ""
         if event == "call":
-            through = frame.f_code.co_qualname == WRAPPER
-            self._open.append(before if through else place(frame.f_code.co_filename) or before)
+            here = place(frame.f_code.co_filename)
+            self.calls += here is not None
+            self._open.append(before if here is None or frame.f_code.co_qualname == WRAPPER else here)
         elif self._open:
             self._open.pop()
         now = self._open[-1] if self._open else ""
@@ -83,15 +86,24 @@ def pipeline_walk(name: str, device: str = "cpu", tokens: int = 1024) -> Walk:
     return seen
 
 
-def layer_walk(name: str, device: str = "cpu", tokens: int = 1024) -> Walk:
-    """Of one layer's attention in the second prefill of a Llama, 4 / 2 heads of 64."""
+def layer_walk(
+    name: str,
+    device: str = "cpu",
+    tokens: int = 1024,
+    *,
+    heads: int = 4,
+    kv_heads: int = 2,
+    dtype: torch.dtype | None = None,
+) -> Walk:
+    """Of one layer's attention in the second prefill of a Llama: 4 / 2 heads of 64, or so many of 128."""
     from sparseprefill.adapters.huggingface import attach
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(vocab_size=64, num_hidden_layers=2, **sizes)  # type: ignore[arg-type]
+    hidden = 256 if heads == 4 else 128 * heads
+    sizes = {"hidden_size": hidden, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    config = LlamaConfig(vocab_size=64, num_hidden_layers=2, intermediate_size=64, **sizes)  # type: ignore[arg-type]
     model: Any = LlamaForCausalLM(config).eval()
-    model.to(device, torch.float32 if device == "cpu" else torch.bfloat16)
+    model.to(device, dtype or (torch.float32 if device == "cpu" else torch.bfloat16))
     ids, found = torch.randint(0, 64, (1, tokens), device=device), Walk()
     layer = model.model.layers[1].self_attn
     forward = layer.forward
@@ -101,7 +113,7 @@ def layer_walk(name: str, device: str = "cpu", tokens: int = 1024) -> Walk:
         with watched() as found:
             return forward(*arguments, **options)
 
-    with torch.no_grad(), attach(model, name, gate=None):
+    with torch.no_grad(), attach(model, name, gate=None, verify=False):
         model(ids, use_cache=False)
         layer.forward = watch
         model(ids, use_cache=False)

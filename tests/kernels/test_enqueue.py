@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kernels.device import DEVICE
-from sparseprefill.kernels import enqueue as module
+from sparseprefill.kernels import launch as module
 from sparseprefill.kernels.lists.order import longest_first_kernel
 
 SCRIPT = Path(__file__).with_name("enqueued.py")

@@ -2,7 +2,7 @@
 
 On a GPU launches are real, and nobody waits for them. Without one, kernels are compiled for an H100 and a driver that
 does nothing takes their launches, so that what PyTorch and the driver take on a GPU comes on top. Calls with launches
-like the one before (`kernels.enqueue`) and with Triton's own take turns; of each the median is shown.
+like the one before (`kernels.launch`) and with Triton's own take turns; of each the median is shown.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from attrs import asdict, frozen
 
 import sparseprefill as sp
 from sparseprefill import Memory, Pipeline, kernels
-from sparseprefill.kernels import enqueue
+from sparseprefill.kernels import launch
 
 
 @frozen
@@ -45,9 +45,13 @@ class Host:
 def idle() -> None:
     """From now on this process has an H100 that does nothing: kernels are compiled, and launched no further."""
     from kernels.offline import Loading, known, pretend, replace
+    from sparseprefill.executors.auto import AutoExecutor
+    from sparseprefill.executors.triton import TritonExecutor
     from sparseprefill.kernels.hopper.record import HOPPER
 
     pretend(Loading(lambda *_: None))
+    executor = TritonExecutor()
+    replace(AutoExecutor, choose=lambda *_: executor, execute_many=lambda _, *given: executor.execute_many(*given))
     replace(kernels, serve=lambda _: True, serve_device=lambda _: True, serve_rows=lambda _: True)
     known(HOPPER)
 
@@ -74,9 +78,9 @@ def measure(method: str, rows: int, keys: int, shape: tuple[int, int, int], roun
     own, theirs = [], []
     for _ in range(rounds + 5):
         own.append(seconds())
-        enqueue.FAILED.append(RuntimeError("left to Triton, to be timed"))
+        launch.FAILED.append(RuntimeError("left to Triton, to be timed"))
         theirs.append(seconds())
-        enqueue.FAILED.clear()
+        launch.FAILED.clear()
     return Host(method, rows, keys, *shape, rounds, *(1e6 * median(each[5:]) for each in (own, theirs)))
 
 

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextvars import ContextVar
 from functools import cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from sparseprefill.kernels.recording import Recording
+
+P = ParamSpec("P")
+T = TypeVar("T")
+RECORDING: ContextVar[Recording | None] = ContextVar("recording", default=None)
+"""The recording of a layer's launches that this thread makes, if it does: see `recording`."""
 WIDEST = 256
 """Largest head dimension of kernels that look at single query rows."""
 
@@ -32,3 +40,17 @@ def serve_rows(q: Tensor) -> bool:
 @cache
 def _installed() -> bool:
     return find_spec("triton") is not None
+
+
+def apart(run: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """``run(*args, **kwargs)``, which is no part of a recording: what it returns is a constant there."""
+    if RECORDING.get() is None:
+        return run(*args, **kwargs)
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    token = RECORDING.set(None)
+    try:
+        with _disable_current_modes():
+            return run(*args, **kwargs)
+    finally:
+        RECORDING.reset(token)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparseprefill.kernels.enqueue import enqueue
+from sparseprefill.kernels.launch import enqueue
 from sparseprefill.kernels.settings import FUSED, cdiv, power_of_two
 from sparseprefill.kernels.steps import converted, factor
 

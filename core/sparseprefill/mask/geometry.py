@@ -16,6 +16,8 @@ from attrs import frozen
 from torch import Tensor
 from torch.nn import functional
 
+from sparseprefill.kernels import RECORDING, apart
+
 P = ParamSpec("P")
 T = TypeVar("T")
 MODES: Any = torch._C
@@ -42,6 +44,8 @@ def remembered(most: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
         @wraps(make)
         def get(*args: P.args, **kwargs: P.kwargs) -> T:
+            if RECORDING.get() is not None:
+                return apart(known, *args, **kwargs)
             return (plain if in_a_mode() else known)(*args, **kwargs)
 
         return get

@@ -11,7 +11,7 @@ from sparseprefill.call import AttentionCall
 from sparseprefill.kernels.attention.arguments import Arguments as Given
 from sparseprefill.kernels.attention.arguments import flat
 from sparseprefill.kernels.attention.together import Together
-from sparseprefill.kernels.enqueue import enqueue
+from sparseprefill.kernels.launch import enqueue
 from sparseprefill.kernels.family.chips import multiprocessors
 from sparseprefill.kernels.family.record import Job, Launched, Wanted
 from sparseprefill.kernels.hopper.kernel import hopper_attention_fwd_kernel

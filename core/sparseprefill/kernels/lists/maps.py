@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparseprefill.kernels.enqueue import enqueue
+from sparseprefill.kernels.launch import enqueue
 from sparseprefill.kernels.settings import FUSED
 from sparseprefill.kernels.steps import batch_row, floor_div
 from sparseprefill.mask.geometry import Geometry

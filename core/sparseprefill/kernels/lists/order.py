@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparseprefill.kernels.enqueue import enqueue
+from sparseprefill.kernels.launch import enqueue
 from sparseprefill.kernels.settings import FUSED, cdiv
 
 BLOCK, AT_ONCE = 64, 256

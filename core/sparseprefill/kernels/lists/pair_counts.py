@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparseprefill.kernels.enqueue import enqueue
+from sparseprefill.kernels.launch import enqueue
 from sparseprefill.kernels.lists.maps import Lists
 from sparseprefill.kernels.settings import FUSED
 from sparseprefill.kernels.steps import batch_row, count_up_to, floor_div

@@ -10,7 +10,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sparseprefill.call import AttentionCall
-from sparseprefill.kernels.enqueue import enqueue
+from sparseprefill.kernels.launch import enqueue
 from sparseprefill.kernels.roles.arguments import Eight
 from sparseprefill.kernels.settings import FUSED, cdiv
 from sparseprefill.kernels.source import TYPES, Source, strides

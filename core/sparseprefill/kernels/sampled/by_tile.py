@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparseprefill.call import AttentionCall
-from sparseprefill.kernels.enqueue import enqueue
+from sparseprefill.kernels.launch import enqueue
 from sparseprefill.kernels.family.chips import chip
 from sparseprefill.kernels.sampled.mass import settings
 from sparseprefill.kernels.settings import block, cdiv

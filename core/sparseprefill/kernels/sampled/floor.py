@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparseprefill.kernels.enqueue import enqueue
+from sparseprefill.kernels.launch import enqueue
 from sparseprefill.kernels.settings import FUSED
 from sparseprefill.kernels.steps import floor_div
 from sparseprefill.mask.samples import Raised, Stretches

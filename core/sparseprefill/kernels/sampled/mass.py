@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparseprefill.call import AttentionCall
-from sparseprefill.kernels.enqueue import enqueue
+from sparseprefill.kernels.launch import enqueue
 from sparseprefill.kernels.family.chips import Chip, chip
 from sparseprefill.kernels.settings import FUSED, HALVES_ALONE, Settings, block, cdiv, power_of_two
 from sparseprefill.kernels.source import Keys, packed, strides

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparseprefill.call import AttentionCall
-from sparseprefill.kernels.enqueue import enqueue
+from sparseprefill.kernels.launch import enqueue
 from sparseprefill.kernels.settings import FUSED
 from sparseprefill.kernels.source import Keys
 from sparseprefill.kernels.steps import batch_row, factor, stored_rows

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparseprefill.call import AttentionCall
-from sparseprefill.kernels.enqueue import enqueue
+from sparseprefill.kernels.launch import enqueue
 from sparseprefill.kernels.lists.maps import span
 from sparseprefill.kernels.settings import FUSED
 from sparseprefill.kernels.steps import LOG2E, batch_row, floor_div

@@ -1,8 +1,8 @@
-"""Launches like one before: Triton's own work on the host, which looks at every argument, is done once for all of them.
+"""Launches of kernels, all by `enqueue`: sooner where one like it was made before, and told to a recording.
 
 The layers of a model launch the same kernels with the same numbers, and other tensors. What Triton compiles a kernel for
 follows from the arguments' types, the numbers' values and how tensors are aligned; a launch with all of that as before
-goes to the compiled kernel at once.
+goes to the compiled kernel at once. A step that is repeated (`repeat`) does not even ask.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from sparseprefill.errors import frameless
+from sparseprefill.kernels import RECORDING
 
 MOST = 256
 """Launches of one kernel that are remembered; those of one step differ in tensors alone."""
@@ -37,20 +38,26 @@ def enqueue(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> N
     args: of the signature's beginning: tensors, descriptors, numbers and None. options: constants and what Triton is
     told. In the interpreter, and where anything is out of the ordinary, nothing but Triton's own launch.
     """
+    made = _launch(kernel, grid, args, options)
+    recording = RECORDING.get()
+    if recording is not None:
+        recording.launched(kernel, grid, args, options, made)
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """The compiled kernel that was launched; what Triton's launch returns where that is something else."""
     key = None
     if isinstance(kernel, JITFunction) and not kernel.pre_run_hooks and not FAILED and not _inspected(kernel):
         key = _key(args, options)
     if key is None:
-        kernel[grid](*args, **options)
-        return
+        return kernel[grid](*args, **options)
     _, known = _KNOWN.setdefault(id(kernel), (kernel, {}))
     active = driver.active
     device = active.get_current_device()
     try:
         found = known.get((device, key))
     except TypeError:  # an option without a hash
-        kernel[grid](*args, **options)
-        return
+        return kernel[grid](*args, **options)
     if found is not None:
         compiled, last = found
         try:
@@ -60,15 +67,17 @@ def enqueue(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> N
         except RuntimeError:  # of the device, or of memory: Triton's own launch would meet it, too
             raise
         except Exception as error:
-            kernel[grid](*args, **options)  # where it fails, too, the error is of the arguments, or of a hook
+            made = kernel[grid](*args, **options)  # where it fails, too, the error is of the arguments, or of a hook
             _fail(error)  # else of an interface that another version has changed
-        return
+            return made
+        return compiled
     made = kernel[grid](*args, **options)
     last = tuple(kernel.arg_names[len(args) :])
-    if _ran(made) and all(name in options for name in last):
+    if ran(made) and all(name in options for name in last):
         if len(known) >= MOST:
             known.clear()
         known[device, key] = made, last
+    return made
 
 
 def _key(args: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -92,7 +101,7 @@ def _inspected(kernel: Any) -> bool:
     return any(switches)
 
 
-def _ran(made: Any) -> bool:
+def ran(made: Any) -> bool:
     """True if a launch gave the compiled kernel that ran, on a GPU whose compiler looks at nothing else."""
     if not isinstance(made, CompiledKernel) or made.module is None:
         return False

@@ -1,0 +1,281 @@
+"""Steps: the launches and operators of one layer's call, repeated for other tensors of the same sizes.
+
+A `Step` holds no tensor of a layer. To run it takes one buffer of scratch from torch's allocator, which gets it back at
+once, and then goes through a list: of each launch the compiled kernel with its arguments, into which the addresses of
+this layer's tensors are put. Nothing is asked, chosen, or looked at on the way, but whether the tensors are of the sizes
+that were recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Self
+
+import torch
+from attrs import evolve, field, frozen
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from sparseprefill.kernels.launch import ran
+
+SEVERAL = frozenset((list, tuple))
+DESCRIPTORS = 64
+"""Descriptors of one launch that are kept, by address: a model's layers have a cache each."""
+
+
+class Place(NamedTuple):
+    """Where a tensor lies: bytes behind the address of a root (a slot, the scratch, or what an operator made)."""
+
+    root: int
+    offset: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def of(self, root: Tensor) -> Tensor:
+        """The tensor there."""
+        same = self.offset == 0 and root.dtype == self.dtype and root.shape == self.size
+        if same and root.stride() == self.stride:
+            return root
+        storage = root.untyped_storage()
+        made = torch.empty(0, dtype=self.dtype, device=root.device)
+        begin = (root.data_ptr() - storage.data_ptr() + self.offset) // made.element_size()
+        return made.set_(storage, begin, self.size, self.stride)
+
+
+class _Address:
+    """Stands for the tensor of a descriptor: Triton asks it for its address."""
+
+    __slots__ = ("at", "dtype")
+
+    def __init__(self, at: int, dtype: torch.dtype) -> None:
+        self.at, self.dtype = at, dtype
+
+    def data_ptr(self) -> int:
+        return self.at
+
+
+@frozen(eq=False)
+class Descriptor:
+    """A tensor descriptor over a place. like: one of the same shape."""
+
+    like: Any
+    base: Any
+    _known: dict[int, Any] = field(factory=dict, init=False)
+
+    def at(self, address: int) -> Any:
+        """The descriptor of the tensor at an address."""
+        found = self._known.get(address)
+        if found is None:
+            found = self.over(_Address(address, self.base.dtype))
+            if len(self._known) >= DESCRIPTORS:
+                self._known.clear()
+            self._known[address] = found
+        return found
+
+    def over(self, base: Any) -> Any:
+        """The same over another tensor; what a descriptor checks when it is made holds for it."""
+        made = object.__new__(type(self.like))
+        vars(made).update(vars(self.like), base=base)
+        return made
+
+
+def bound(descriptor: Any, argument: Callable[[Any], Any]) -> Any:
+    """A launch's descriptor by the place of its tensor; itself where that is a constant."""
+    base = argument(descriptor.base)
+    if not isinstance(base, Place):
+        return descriptor
+    empty = Descriptor(descriptor, base).over(None)  # holds no tensor
+    return Descriptor(empty, base)
+
+
+def mapped(change: Callable[[Any], Any], x: Any) -> Any:
+    """An operator's arguments, each changed, those in lists too."""
+    if type(x) in SEVERAL:
+        return type(x)(mapped(change, one) for one in x)
+    return change(x)
+
+
+@frozen(eq=False)
+class Launch:
+    """A launch. run: of the compiled kernel on its grid, or of Triton's interpreter. arguments: as it takes them, `Place`s
+    and `Descriptor`s among them. options: of the interpreter; None on a GPU."""
+
+    run: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    options: dict[str, Any] | None = None
+    pointers: tuple[tuple[int, int, int], ...] = ()
+    descriptors: tuple[tuple[int, int, int, Descriptor], ...] = ()
+
+    @classmethod
+    def of(
+        cls, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any], made: Any
+    ) -> Self | str:
+        """Of what `enqueue` launched; the reason where it cannot be bound."""
+        if not isinstance(kernel, JITFunction):
+            return cls(kernel[grid], args, options)
+        if not ran(made):
+            return "Triton does not tell the compiled kernel"
+        last = kernel.arg_names[len(args) :]
+        if not all(name in options for name in last):
+            return "some of its arguments have defaults"
+        return cls(made[(*grid, 1, 1)[:3]], (*args, *(options[name] for name in last)))
+
+    @property
+    def places(self) -> list[Place]:
+        """Those of its tensors."""
+        given = (x.base if isinstance(x, Descriptor) else x for x in self.arguments)
+        return [x for x in given if isinstance(x, Place)]
+
+    def placed(self, settled: Callable[[Any], Any]) -> Self:
+        """With final places."""
+
+        def final(x: Any) -> Any:
+            if not isinstance(x, Descriptor):
+                return settled(x)
+            base = settled(x.base)
+            return Descriptor(x.like, base) if isinstance(base, Place) else x.over(base)
+
+        given = tuple(map(final, self.arguments))
+        pointers = tuple((i, x.root, x.offset) for i, x in enumerate(given) if isinstance(x, Place))
+        descriptors = tuple(
+            (i, x.base.root, x.base.offset, x) for i, x in enumerate(given) if isinstance(x, Descriptor)
+        )
+        return evolve(self, arguments=given, pointers=pointers, descriptors=descriptors)
+
+    def interpreted(self, roots: Sequence[Tensor]) -> None:
+        """In Triton's interpreter, which takes tensors."""
+
+        def there(x: Any) -> Any:
+            if isinstance(x, Descriptor):
+                return x.over(x.base.of(roots[x.base.root]))
+            return x.of(roots[x.root]) if isinstance(x, Place) else x
+
+        self.run(*map(there, self.arguments), **(self.options or {}))
+
+
+@frozen(eq=False)
+class Operator:
+    """An operator of torch. fresh: which of the tensors that it returns begin a root."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    fresh: tuple[int, ...]
+    places: list[Place] = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        found = list[Place]()
+        mapped(lambda x: found.append(x) if isinstance(x, Place) else None, [*self.args, *self.kwargs.values()])
+        object.__setattr__(self, "places", found)
+
+    def placed(self, settled: Callable[[Any], Any]) -> Self:
+        """With final places."""
+        kwargs = {name: mapped(settled, x) for name, x in self.kwargs.items()}
+        return type(self)(self.func, mapped(settled, self.args), kwargs, self.fresh)
+
+    def run(self, roots: list[Tensor]) -> None:
+        """Put the new tensors that it makes behind the roots."""
+        args, kwargs = self.args, self.kwargs
+        if self.places:
+
+            def there(x: Any) -> Any:
+                return x.of(roots[x.root]) if type(x) is Place else x
+
+            args = mapped(there, args)
+            kwargs = {name: mapped(there, x) for name, x in kwargs.items()} if kwargs else kwargs
+        found = self.func(*args, **kwargs)
+        if isinstance(found, Tensor):
+            if self.fresh:
+                roots.append(found)
+        elif self.fresh:
+            made = [x for x in tree_leaves(found) if isinstance(x, Tensor)]
+            roots += [made[i] for i in self.fresh]
+
+
+Fact = tuple[torch.dtype, torch.Size, tuple[int, ...], int]
+
+
+def _fact(x: Tensor) -> Fact:
+    return x.dtype, x.shape, x.stride(), x.data_ptr() % 16
+
+
+@frozen(eq=False)
+class Step:
+    """What a call does on its device. See the module.
+
+    device: where. facts: of each slot, what it must be like. ways: of each slot, the root that it lies in, and how many
+    bytes behind that root's first slot; first: those. scratch: bytes. work: launches and operators, in order. results:
+    places of what a run returns.
+    """
+
+    device: torch.device
+    facts: tuple[Fact, ...]
+    ways: tuple[tuple[int, int], ...]
+    first: tuple[int, ...]
+    scratch: int
+    work: tuple[Launch | Operator, ...]
+    results: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, slots: Sequence[Tensor], scratch: int, work: Sequence[Launch | Operator], results: Sequence[Any]) -> Self:
+        """slots: that it was recorded with; those that share a storage are one root."""
+        known: dict[int, int] = {}
+        ways, first = list[tuple[int, int]](), list[int]()
+        for i, slot in enumerate(slots):
+            root = known.setdefault(slot.untyped_storage()._cdata, len(known))
+            if root == len(first):
+                first.append(i)
+            ways.append((root, slot.data_ptr() - slots[first[root]].data_ptr()))
+        facts = tuple(map(_fact, slots))
+        return cls(slots[0].device, facts, tuple(ways), tuple(first), scratch, tuple(work), tuple(results))
+
+    @property
+    def launches(self) -> int:
+        """Kernels that a run launches, those of torch's operators left out."""
+        return sum(isinstance(one, Launch) for one in self.work)
+
+    def fits(self, slots: Sequence[Tensor]) -> bool:
+        """True if the step may run with these tensors: of the same sizes, strides, types and alignment as recorded."""
+        if len(slots) != len(self.facts):
+            return False
+        for x, fact in zip(slots, self.facts, strict=True):
+            if (x.dtype, x.shape, x.stride(), x.data_ptr() % 16) != fact:
+                return False
+        if len(self.first) == len(slots):
+            return True
+        each = zip(slots, self.ways, strict=True)
+        return all(x.data_ptr() - slots[self.first[root]].data_ptr() == behind for x, (root, behind) in each)
+
+    def run(self, slots: Sequence[Tensor]) -> list[Tensor]:
+        """Do for these tensors, which fit, what was recorded. Launches come on the current stream; nobody waits."""
+        if self.device.type != "cuda" or self.device.index == torch.cuda.current_device():
+            return self._run(slots)
+        with torch.cuda.device(self.device):
+            return self._run(slots)
+
+    def _run(self, slots: Sequence[Tensor]) -> list[Tensor]:
+        roots = [slots[i] for i in self.first]
+        roots.append(torch.empty(self.scratch, dtype=torch.uint8, device=self.device))
+        addresses = [x.data_ptr() for x in roots]
+        stream: Any = None
+        for one in self.work:
+            if type(one) is Operator:
+                one.run(roots)
+                addresses += [x.data_ptr() for x in roots[len(addresses) :]]
+                continue
+            if one.options is not None:
+                one.interpreted(roots)
+                continue
+            if stream is None:
+                active = driver.active
+                stream = active.get_current_stream(active.get_current_device())
+            given = list(one.arguments)
+            for i, root, offset in one.pointers:
+                given[i] = addresses[root] + offset
+            for i, root, offset, descriptor in one.descriptors:
+                given[i] = descriptor.at(addresses[root] + offset)
+            one.run(*given, stream=stream)
+        return [x.of(roots[x.root]) if type(x) is Place else x for x in self.results]
