@@ -56,7 +56,7 @@ class UnsupportedCallError(SparsePrefillError):
 
 
 class StageError(SparsePrefillError):
-    """A stage, or a gate, raised a foreign exception or returned nonsense; the message names it and its method."""
+    """A stage, a gate or a kernel raised a foreign exception or returned nonsense; the message names it."""
 
 
 class UnknownMethodError(SparsePrefillError, LookupError):

@@ -14,6 +14,7 @@ from sparseprefill.kernels.family import choose as choosing
 from sparseprefill.kernels.family.choose import Choice, choose
 from sparseprefill.kernels.family.record import Family, Features, Job, Launched, Wanted, square
 
+VOTING = (128, 64, 64)
 EVERY: dict[str, Any] = dict.fromkeys(("votes", "carry", "state", "requests", "pages", "padding", "sinks"), True)
 
 
@@ -56,4 +57,4 @@ class Made:
         for made in (outputs.out, outputs.lse, *outputs.state):
             if made is not None:
                 made.zero_()
-        return Launched(nonfinite=torch.zeros(1, dtype=torch.int8))
+        return Launched(nonfinite=torch.zeros(job.arguments.flags, dtype=torch.int8), voting=VOTING)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,11 +11,12 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from sparseprefill.call import AttentionCall
+from sparseprefill.errors import ParameterError, StageError, printed, told
 from sparseprefill.executors.triton import TritonExecutor
 from sparseprefill.kernels.attention.record import PORTABLE
 from sparseprefill.kernels.family.chips import capability
-from sparseprefill.kernels.family.choose import alone, choose
-from sparseprefill.kernels.family.record import Family, Wanted
+from sparseprefill.kernels.family.choose import alone, choose, failures, objected
+from sparseprefill.kernels.family.record import Family, Job, Launched, Wanted
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.pages import Pages
 from sparseprefill.plan import EXACT, Carry, Plan, Result
@@ -28,6 +30,8 @@ from sparseprefill.testing.truth import attention, difference
 
 PAGE = 16
 """Tokens of a page."""
+UNWRITTEN = 12288.0
+"""In outputs before each launch: finite, since rows with a NaN would be computed again; exact in every dtype."""
 
 
 @frozen(eq=False)
@@ -44,10 +48,16 @@ class Case:
         return TritonExecutor(precision=self.family.features.precisions[0])
 
     def choice(self, call: AttentionCall, mask: SparseMask, **wanted: Any) -> None:
-        """NotApplicableError with the kernel's reason where it does not serve."""
+        """NotApplicableError with the kernel's reason where it does not serve; BreachError where asking it fails."""
         found = choose(call, mask, Wanted(precision=self.family.features.precisions[0], **wanted))
+        self.sound()
         if found.family is not self.family:
             raise NotApplicableError(found.reason)
+
+    def sound(self) -> None:
+        """BreachError where the kernel failed in whatever it was asked, and another stood in for it."""
+        for error in failures(self.family):
+            raise BreachError(f"it was asked and failed: {type(error).__name__}: {told(error)}")
 
     def execute(self, call: AttentionCall, plan: Plan) -> Result:
         """By the kernel and no other."""
@@ -103,9 +113,12 @@ def unselected_nan(case: Case) -> None:
 def reasons_stay(case: Case) -> None:
     """An objection is a text, and the same again; it changes nothing."""
     wanted = Wanted(precision=case.family.features.precisions[0])
-    found = [case.family.objection(case.call, case.mask, wanted) for _ in range(2)]
-    if found[0] != found[1] or not (found[0] is None or (isinstance(found[0], str) and found[0])):
-        raise BreachError(f"objection() gave {found[0]!r} and {found[1]!r}: return None, or a reason")
+    try:
+        found = [objected(case.family, case.call, case.mask, wanted) for _ in range(2)]
+    except StageError as wrong:
+        raise BreachError(str(wrong)) from wrong
+    if found[0] != found[1]:
+        raise BreachError(f"objection() gave {found[0]!r} and {found[1]!r} of the same call: return the same again")
 
 
 def resumed(case: Case) -> None:
@@ -113,6 +126,7 @@ def resumed(case: Case) -> None:
     first = SparseMask.from_rules(case.call.geometry, (case.mask.tile_q, case.mask.tile_k), sink=1)
     rest = case.mask - first
     state = TritonExecutor().accumulate(case.call, Plan(first))
+    case.sound()
     result = case.execute(case.call, Plan(rest, Carry(state, first)))
     case.agree("resumed", attention(case.call, (first | rest).to_dense()), (result.out, result.lse))
 
@@ -121,6 +135,7 @@ def left_in_progress(case: Case) -> None:
     """A softmax left unnormalised ends as the normalised one."""
     case.choice(case.call, case.mask, state=True)
     out, lse = TritonExecutor().accumulate(case.call, Plan(case.mask)).finish(case.call.sinks)
+    case.sound()
     case.agree("left in progress", attention(case.call, case.mask.to_dense()), (out.to(case.call.q.dtype), lse))
 
 
@@ -175,14 +190,18 @@ def check_kernel(
     kernel: its record, or its registered name. calls: in place of small ones for each of the record's dtypes and head
     dimensions. device: by default the GPU, and without one the CPU, for which set TRITON_INTERPRET=1 before anything is
     imported. Raises AssertionError with the kernel, the law and the call; and where the kernel served no call at all,
-    with its reasons.
+    with its reasons; ParameterError for what is no kernel. Before each launch outputs hold one number, so that rows
+    that are not written are found.
     """
-    family: Family = default_registry().find("kernel", kernel) if isinstance(kernel, str) else kernel
+    family = default_registry().find("kernel", kernel) if isinstance(kernel, str) else kernel
+    if not isinstance(family, Family):
+        raise ParameterError(f"kernel is {printed(kernel)}: pass a Family, or the name of a registered one")
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     family = _in_front(family, place)
+    family = evolve(family, launch=partial(_spoilt, family.launch))
     cases: dict[str, int] = {}
     skipped: dict[str, str] = {}
-    with alone(family, PORTABLE):
+    with alone(*(family,) if family.name == PORTABLE.name else (family, PORTABLE)):
         for call in _calls(family, place) if calls is None else calls:
             reason = TritonExecutor().unsupported(call)
             for mask in () if reason else _masks(call):
@@ -207,6 +226,15 @@ def _in_front(family: Family, device: torch.device) -> Family:
     """The record, before the portable kernel on a chip where it stands behind it."""
     own, last = (one.place(capability(device)) for one in (family, PORTABLE))
     return evolve(family, rank=last + 1) if own is not None and last is not None and own < last else family
+
+
+def _spoilt(launch: Callable[[Job], Launched], job: Job) -> Launched:
+    """Whatever a kernel's launch gives, over outputs that hold a number which is none of attention's."""
+    outputs = job.arguments.outputs
+    for x in (outputs.out, outputs.lse, *outputs.state):
+        if x is not None:
+            x.fill_(UNWRITTEN)
+    return launch(job)
 
 
 def _calls(family: Family, device: torch.device) -> Iterator[AttentionCall]:

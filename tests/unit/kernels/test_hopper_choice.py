@@ -17,7 +17,9 @@ from sparseprefill.executors.triton import TritonExecutor
 from sparseprefill.kernels.attention import launch as attention
 from sparseprefill.kernels.attention.together import Together
 from sparseprefill.kernels.family import choose as choosing
+from sparseprefill.kernels.family.chips import row
 from sparseprefill.kernels.hopper.record import HOPPER
+from sparseprefill.kernels.settings import settings
 from sparseprefill.plan import Kernel
 from sparseprefill.testing import tensors
 
@@ -66,6 +68,13 @@ def test_stripes_need_strides_that_the_compiler_is_told_of() -> None:
     stripes = SparseMask.from_stripes(given, torch.ones(200, dtype=torch.bool), diagonal=False)
     assert refused(HOPPER, given, SparseMask.full(given)) is None
     assert "multiples of 16" in refused(HOPPER, given, stripes)
+
+
+@pytest.mark.parametrize("width", sorted(launch.STAGES))
+@pytest.mark.parametrize("tile_q", [128, 256])
+def test_its_flags_are_of_the_blocks_that_are_computed_again(width: int, tile_q: int) -> None:
+    """Another number of them would be no answer of the kernel, which would be left out."""
+    assert launch.BLOCK_M == settings(row((9, 0)), width, 2, tile_q, 128).block_m  # noqa: SIM300 - expected == actual
 
 
 def test_a_variant_that_fails_leaves_the_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:

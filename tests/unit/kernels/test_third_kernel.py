@@ -63,7 +63,7 @@ def offered() -> Iterator[Callable[[Family], None]]:
 
     yield offer
     registry.unregister("somebody")
-    for key in [key for key in choosing.FAILED if key[0] == "third"]:
+    for key in [key for key in choosing.FAILED if key[0].name == "third"]:
         del choosing.FAILED[key]
 
 
@@ -337,8 +337,8 @@ BREACHES: dict[str, tuple[dict[str, Any], str]] = {
     "moods": ({"objection": lambda *_: f"mood {next(ANSWERS)}"}, "an objection is a reason"),
     "silence": ({"objection": lambda *_: ""}, "return None, or a reason"),
     "nobody": ({"objection": lambda *_: "never"}, "third: it served no call; third: never"),
-    "rounding": ({"features": evolve(FEATURES, precisions=("int8",))}, "no errors came with the result"),
-    "votes": ({"features": evolve(FEATURES, votes=True)}, "pairs were left out, or not counted"),
+    "rounding": ({"features": evolve(FEATURES, precisions=("int8",))}, "whose errors is None: it must be one number"),
+    "votes": ({"features": evolve(FEATURES, votes=True)}, "whose voting is None: it must be"),
 }
 
 
@@ -347,4 +347,4 @@ def test_a_breach_is_found(name: str) -> None:
     fields, words = BREACHES[name]
     with pytest.raises(AssertionError, match=words):
         check_kernel(evolve(THIRD, **fields))
-    assert not [key for key in choosing.FAILED if key[0] == "third"]
+    assert not [key for key in choosing.FAILED if key[0].name == "third"]

@@ -159,7 +159,7 @@ class Outputs(NamedTuple):
 
 class Arguments(NamedTuple):
     """Everything that one launch of the portable kernel is given, but what it is compiled for. flags: query blocks of
-    all heads together, of which `Outputs.nonfinite` has one each."""
+    all heads of all batch rows or requests, of which `Outputs.nonfinite` has one each."""
 
     queries: Queries
     cache: Cache

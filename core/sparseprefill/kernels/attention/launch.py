@@ -136,7 +136,7 @@ def _launch(
     if not made.repaired:
         chosen = _settings(job.call, mask)
         nonfinite = _flags(job, chosen) if made.nonfinite is None else made.nonfinite
-        _repair(*_ready(job, nonfinite, chosen), nonfinite.numel())
+        _repair(*_ready(job, nonfinite, chosen), given.flags)
     counted, voting = given.outputs.skipped, made.voting
     skipped = None if counted is None or voting is None else Skipped(counted.sum(-1), *voting)
     return Kernel(choice.family.name, choice.reason), skipped, made.errors
@@ -152,15 +152,15 @@ def _arguments(
     below: Tensor | None,
     requests: Together | None,
 ) -> Arguments:
-    """Arguments of a kernel, but for its flags."""
+    """Arguments of a kernel, but for its flags, of which it tells the number."""
     geometry, (batch, heads), chosen = call.geometry, call.q.shape[:2], _settings(call, mask)
     q, rows, table, lists, bitmap = call.q, geometry.tile_rows(mask.tile_q), None, mask.arrays, mask.bitmap
     if requests is not None:
         q, rows, table, batch = requests.q, requests.tile_rows, requests.table, len(requests.masks)
         lists, bitmap = requests.lists[0], requests.bitmaps[0]
+    blocks = rows * (mask.tile_q // chosen.block_m)
     # For each query block of the portable kernel, and for each half of one, which may vote by itself.
-    blocks = rows * (mask.tile_q // chosen.block_m) * 2
-    counted = None if below is None else torch.zeros(batch, heads, blocks, dtype=torch.int32, device=call.q.device)
+    counted = None if below is None else torch.zeros(batch, heads, blocks * 2, dtype=torch.int32, device=call.q.device)
     out_strides = (0,) * 5 if out is None or lse is None else (*strides(out), *strides(lse)[:2])
     grid = rows, geometry.tile_rows(mask.group_rows), geometry.tile_columns(mask.tile_k)
     lengths = geometry.starts, geometry.lengths, geometry.q_offset, geometry.q_len, geometry.kv_len
@@ -173,7 +173,7 @@ def _arguments(
         Outputs(out, lse, _state(state), None, call.sinks, counted, *out_strides),
         Sizes(*lengths, heads, call.group, table),
         Logits(call.softmax_scale * LOG2E.value, call.softcap, call.geometry.window, thresholds),
-        None,  # told with `Outputs.nonfinite`: each kernel has blocks of its own
+        batch * heads * blocks,
     )
 
 
@@ -183,10 +183,10 @@ def forward(job: Job) -> Launched:
     blocks = _blocks_of(job, chosen)
     # Requests with fewer blocks than the longest leave flags unwritten.
     make = torch.empty if job.requests is None else torch.zeros
-    nonfinite = make(blocks * lines, dtype=torch.int8, device=job.call.q.device)
+    nonfinite = make(job.arguments.flags, dtype=torch.int8, device=job.call.q.device)
     arguments, options = _ready(_described(job, chosen), nonfinite, chosen)
     enqueue(sparse_attention_fwd_kernel, (blocks, lines), *arguments, **options, REPAIR=False)
-    _repair(arguments, options, nonfinite.numel())
+    _repair(arguments, options, job.arguments.flags)
     voting = (chosen.block_m, chosen.block_m, chosen.block_n) if job.wanted.skips else None
     return Launched(repaired=True, voting=voting)
 
@@ -200,7 +200,7 @@ def _repair(arguments: tuple[Any, ...], options: dict[str, Any], flags: int) -> 
 def _ready(job: Job, nonfinite: Tensor, chosen: Settings) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments and constants of the portable kernel."""
     given, call, mask = job.arguments, job.call, job.mask
-    given = given._replace(outputs=given.outputs._replace(nonfinite=nonfinite), flags=nonfinite.numel())
+    given = given._replace(outputs=given.outputs._replace(nonfinite=nonfinite))
     options: dict[str, Any] = {
         "TILE_Q": mask.tile_q, "TILE_K": mask.tile_k, "GROUP": mask.group, "WIDTH": mask.stripe_width,
         **_blocks(chosen, call.q.shape[-1], 0 if call.pages is None else call.pages.page), **chosen.options,

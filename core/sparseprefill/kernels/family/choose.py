@@ -8,21 +8,23 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, lru_cache
 from importlib import import_module
+from inspect import iscoroutine
 from typing import Any
 
 import torch
 from attrs import Attribute, evolve, frozen
+from torch import Tensor
 
 from sparseprefill.call import AttentionCall
-from sparseprefill.errors import UnsupportedCallError, frameless, numberless
+from sparseprefill.errors import StageError, UnsupportedCallError, frameless, numberless, printed, told
 from sparseprefill.kernels.family.chips import NONE, Capability, amd, capability
 from sparseprefill.kernels.family.record import Family, Job, Launched, Wanted
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.plan import EXACT
 from sparseprefill.validate import one_of
 
-FAILED: dict[tuple[str, Hashable], Exception] = {}
-"""By kernel and variant, what does not compile or launch here; empty while all of them work."""
+FAILED: dict[tuple[Family, Hashable], Exception] = {}
+"""By record and variant, what does not compile or launch here, or answers what is none; empty while all of them work."""
 ALL = "any call"
 """In place of a variant, of a kernel that cannot even be imported or asked."""
 _SAID: set[tuple[str, str]] = set()
@@ -156,8 +158,8 @@ def _given(family: Family, call: AttentionCall, mask: SparseMask, wanted: Wanted
         may = call.pages is not None and call.pages.copies
         reads = family.features.pages
         try:
-            given = _copied(call) if may and reads and family.copied(call, mask, wanted) else call
-            reason = family.objection(given, mask, wanted)
+            given = _copied(call) if may and reads and _copies(family, call, mask, wanted) else call
+            reason = objected(family, given, mask, wanted)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of somebody else's code, or of a library that is not there
@@ -177,19 +179,81 @@ def _copied(call: AttentionCall) -> AttentionCall:
 
 
 def launched(choice: Choice, job: Job) -> Launched | None:
-    """Results that the chosen kernel leaves; None where this variant of it fails here, so that `choose` has to be asked again.
+    """Results that the chosen kernel leaves; None where this variant of it fails here, so that `choose` has to be asked
+    again: whoever is asked then fills the same outputs.
 
     Of the last in line the error is the caller's, and so is a lack of memory.
     """
     try:
-        return choice.family.launch(job)
+        return _looked_at(choice.family, job, choice.family.launch(job))
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # what compilers and libraries raise has no class in common
-        if choice.family is _line(families(), capability(job.call.q.device), EXACT)[1][-1]:
+        reduced, exact, _ = _line(families(), capability(job.call.q.device), job.wanted.precision)
+        if choice.family is (*reduced, *exact)[-1]:
             raise
         fail(choice.family, variant(job.call, job.mask, job.wanted), error)
         return None
+
+
+def objected(family: Family, call: AttentionCall, mask: SparseMask, wanted: Wanted) -> str | None:
+    """A kernel's reason against a call; StageError for anything but a text with words in it, or None."""
+    found: object = family.objection(call, mask, wanted)
+    if found is None or (isinstance(found, str) and found.strip()):
+        return found
+    raise _wrong(family, "objection", found, "None, or a reason (a str)")
+
+
+def _copies(family: Family, call: AttentionCall, mask: SparseMask, wanted: Wanted) -> bool:
+    """True if a kernel is to get a copy of pages; StageError for anything but True or False."""
+    found: object = family.copied(call, mask, wanted)
+    if isinstance(found, bool):
+        return found
+    raise _wrong(family, "copied", found, "True or False")
+
+
+def _looked_at(family: Family, job: Job, found: object) -> Launched:
+    """The answer of a launch, by sizes, types and places alone; StageError for what is no `Launched`, or none of this job."""
+    if not isinstance(found, Launched):
+        raise _wrong(family, "launch", found, "a Launched")
+    device, flags, exact = job.call.q.device, found.nonfinite, job.wanted.precision == EXACT
+    if flags is not None and not _fits(flags, (job.arguments.flags,), device):
+        raise _unfit(family, "nonfinite", flags, f"one flag for each of {job.arguments.flags} query blocks on {device}")
+    if found.voting is None and job.wanted.skips:
+        raise _unfit(family, "voting", None, "(query rows of a block, rows that vote together, keys of a step)")
+    if exact and found.errors is None:
+        return found
+    rows = job.call.q.shape[0] if job.requests is None else len(job.requests.masks)
+    heads = rows, job.call.q.shape[1]
+    if exact or found.errors is None or not _fits(found.errors, heads, device):
+        words = (
+            "None: the call's precision was asked for" if exact else f"one number for each head, {heads}, on {device}"
+        )
+        raise _unfit(family, "errors", found.errors, words)
+    return found
+
+
+def _fits(x: Tensor, shape: tuple[int, ...], device: torch.device) -> bool:
+    return x.shape == shape and x.device == device
+
+
+def _unfit(family: Family, field: str, value: Tensor | None, words: str) -> StageError:
+    shown = f"{printed(value)} on {value.device}" if isinstance(value, Tensor) else printed(value)
+    return StageError(f"{family.name}.launch() returned a Launched whose {field} is {shown}: it must be {words}")
+
+
+def _wrong(family: Family, verb: str, value: object, words: str) -> StageError:
+    if iscoroutine(value):
+        value.close()  # nobody awaits it, which Python would warn of
+    return StageError(f"{family.name}.{verb}() returned {_shown(value)}: it must return {words}")
+
+
+def _shown(value: Any) -> str:
+    """Plain values and tensors as messages show them, all else by its type: what holds tensors would print their values."""
+    if value is None or isinstance(value, bool | int | float | str | Tensor):
+        return printed(value)
+    kind = type(value)
+    return f"a {kind.__qualname__}" if kind.__module__ == "builtins" else f"a {kind.__module__}.{kind.__qualname__}"
 
 
 def variant(call: AttentionCall, mask: SparseMask, wanted: Wanted, *, pages: bool = True) -> Hashable:
@@ -225,16 +289,21 @@ def _declined(name: str, reason: str) -> None:
 def fail(family: Family, which: Hashable, error: Exception) -> str:
     """From now on other kernels serve this variant, which one warning says. Returns the reason."""
     log.debug("%s", family.name, exc_info=error)
-    FAILED[family.name, which] = frameless(error)
+    FAILED[family, which] = frameless(error)
     text = "the kernel %s does not work here (torch %s) for %s; another serves instead: %s"
-    log.warning(text, family.name, torch.__version__, which, error)
+    log.warning(text, family.name, torch.__version__, which, told(error))
     return _failure(family, which) or ""
+
+
+def failures(family: Family) -> tuple[Exception, ...]:
+    """Errors of a kernel so far, one of each variant."""
+    return tuple(error for (one, _), error in FAILED.items() if one is family)
 
 
 def _failure(family: Family, which: Hashable) -> str | None:
     """Reason for which a variant of a kernel does not work here, in one line; None where it was not found to fail."""
-    error = FAILED.get((family.name, which)) if FAILED else None
+    error = FAILED.get((family, which)) if FAILED else None
     if error is None:
         return None
-    text = (str(error).splitlines() or [""])[0][:200]
+    text = (told(error).splitlines() or [""])[0][:200]
     return f"does not work here for {which}: {type(error).__name__}: {text}"

@@ -7,17 +7,17 @@ first without an objection serves; what the others had against the call stands i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from functools import cache, cached_property, partial
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-from attrs import Attribute, evolve, field, frozen
+from attrs import evolve, field, frozen
 from torch import Tensor
 
-from sparseprefill.errors import ParameterError, printed
 from sparseprefill.kernels.family.chips import Capability
+from sparseprefill.pages import odd_layout
 from sparseprefill.plan import BOUND, EXACT
-from sparseprefill.validate import fitting, is_name
+from sparseprefill.validate import WIDEST, Check, fitting, is_name, is_number, is_whole
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
@@ -34,6 +34,56 @@ def square(*dims: int) -> frozenset[tuple[int, int]]:
     return frozenset((dim, dim) for dim in dims)
 
 
+def _flag(owner: str) -> Check:
+    return fitting(owner, lambda value: isinstance(value, bool), "True or False")
+
+
+def _pair(value: object, least: int) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and all(is_whole(one, least) for one in value)
+
+
+def _types(value: object) -> bool:
+    if not isinstance(value, frozenset) or not value:
+        return False
+    return all(isinstance(one, torch.dtype) and one.is_floating_point for one in value)
+
+
+def _dims(value: object) -> bool:
+    return isinstance(value, frozenset) and len(value) > 0 and all(_pair(one, 1) for one in value)
+
+
+def _widths(value: object) -> bool:
+    return value is None or (isinstance(value, frozenset) and all(is_whole(one, 1) for one in value))
+
+
+def _precisions(value: object) -> bool:
+    return isinstance(value, tuple) and len(value) > 0 and all(map(is_name, value))
+
+
+def _rank(value: object) -> bool:
+    table = value if isinstance(value, dict) else {(0, 0): value}
+    return all(_pair(chip, 0) and is_whole(one, -WIDEST) for chip, one in table.items())
+
+
+def _flags(value: object) -> bool:
+    return value is None or (_plain(value, torch.int8, 1) and value.is_contiguous())
+
+
+def _errors(value: object) -> bool:
+    return value is None or _plain(value, torch.float32, 2)
+
+
+def _plain(value: object, dtype: torch.dtype, dims: int) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and not odd_layout(value) and value.dtype == dtype and value.dim() == dims
+
+
+def _voting(value: object) -> bool:
+    return value is None or (isinstance(value, tuple) and len(value) == 3 and all(is_whole(one, 1) for one in value))
+
+
+WISH, ABLE = _flag("Wanted"), _flag("Features")
+
+
 @frozen(kw_only=True)
 class Wanted:
     """Wishes to a launch beside attention over a mask.
@@ -43,14 +93,14 @@ class Wanted:
     is left unnormalised. together: several requests share the launch.
     """
 
-    precision: str = EXACT
-    bound: float = BOUND
-    skips: bool = False
-    carry: bool = False
-    state: bool = False
-    together: bool = False
+    precision: str = field(default=EXACT, validator=fitting("Wanted", is_name, "'call', or a precision of a kernel"))
+    bound: float = field(default=BOUND, validator=fitting("Wanted", partial(is_number, least=0.0), "a number from 0"))
+    skips: bool = field(default=False, validator=WISH)
+    carry: bool = field(default=False, validator=WISH)
+    state: bool = field(default=False, validator=WISH)
+    together: bool = field(default=False, validator=WISH)
 
-    @property
+    @cached_property
     def exact(self) -> Wanted:
         """The same in the call's precision."""
         return self if self.precision == EXACT else evolve(self, precision=EXACT)
@@ -72,19 +122,31 @@ class Features:
     padding, window, softcap, sinks: of the call.
     """
 
-    dtypes: frozenset[torch.dtype] = HALVES
-    dims: frozenset[tuple[int, int]] = square(64, 128)
-    widths: frozenset[int] | None = frozenset()
-    precisions: tuple[str, ...] = (EXACT,)
-    votes: bool = False
-    carry: bool = False
-    state: bool = False
-    requests: bool = False
-    pages: bool = False
-    padding: bool = False
-    window: bool = False
-    softcap: bool = False
-    sinks: bool = False
+    dtypes: frozenset[torch.dtype] = field(
+        default=HALVES,
+        validator=fitting("Features", _types, "a frozenset of torch dtypes, such as frozenset({torch.float16})"),
+    )
+    dims: frozenset[tuple[int, int]] = field(
+        default=square(64, 128),
+        validator=fitting("Features", _dims, "a frozenset of pairs of integers, such as square(64, 128)"),
+    )
+    widths: frozenset[int] | None = field(
+        default=frozenset(),
+        validator=fitting("Features", _widths, "None for any, or a frozenset of integers, such as frozenset({1, 16})"),
+    )
+    precisions: tuple[str, ...] = field(
+        default=(EXACT,),
+        validator=fitting("Features", _precisions, "a tuple of lower-case words joined by hyphens, such as ('call',)"),
+    )
+    votes: bool = field(default=False, validator=ABLE)
+    carry: bool = field(default=False, validator=ABLE)
+    state: bool = field(default=False, validator=ABLE)
+    requests: bool = field(default=False, validator=ABLE)
+    pages: bool = field(default=False, validator=ABLE)
+    padding: bool = field(default=False, validator=ABLE)
+    window: bool = field(default=False, validator=ABLE)
+    softcap: bool = field(default=False, validator=ABLE)
+    sinks: bool = field(default=False, validator=ABLE)
 
     def lacking(self, call: AttentionCall, mask: SparseMask, wanted: Wanted) -> str | None:
         """The need of the call that the kernel does not meet; None where it has all."""
@@ -118,7 +180,8 @@ class Job:
     """One launch. call: its keys and values are copied out of their pages where the kernel wants that.
 
     arguments: everything as the portable kernel takes it, outputs and a state to resume among it: `arguments.outputs`
-    has `out` and `lse`, or the `state`, which the kernel fills, and `skipped`, where it counts pairs that it left out.
+    has `out` and `lse`, or the `state`, which the kernel fills, and `skipped`, where it counts pairs that it left out;
+    `arguments.flags` is how many query blocks `Launched.nonfinite` speaks of.
     requests: several of one launch; call and mask are then the first's, and say what holds for all.
     """
 
@@ -133,17 +196,23 @@ class Job:
 class Launched:
     """Things that a launch leaves beside its outputs. Nothing of it is read from the device.
 
-    nonfinite: int8 ``[B * Hq * query blocks]``, 1 where a sum of the block is NaN or infinite; those blocks are computed
-    again, with care for keys that a row may not see. None where the kernel does not tell: its output is looked at, unless
-    it was `repaired`, so that such keys reach no row that may not see them.
-    voting: where steps were left out, query rows of a block, rows that vote together, and keys of a step.
-    errors: float32 ``[B, Hq]``, of a reduced precision (`plan.Rounding`).
+    nonfinite: int8 ``[job.arguments.flags]``, contiguous, by batch row, head and query block: 1 where a sum of the block
+    is NaN or infinite; those blocks are computed again, with care for keys that a row may not see. None where the kernel
+    does not tell: its output is looked at, unless it was `repaired`, so that such keys reach no row that may not see them.
+    voting: where steps may be left out, query rows of a block, rows that vote together, and keys of a step.
+    errors: float32 ``[B, Hq]``, of a reduced precision (`plan.Rounding`) and of no other.
     """
 
-    nonfinite: Tensor | None = None
-    repaired: bool = False
-    voting: tuple[int, int, int] | None = None
-    errors: Tensor | None = None
+    nonfinite: Tensor | None = field(
+        default=None, validator=fitting("Launched", _flags, "a contiguous int8 tensor [job.arguments.flags], or None")
+    )
+    repaired: bool = field(default=False, validator=_flag("Launched"))
+    voting: tuple[int, int, int] | None = field(
+        default=None, validator=fitting("Launched", _voting, "a tuple of three integers >= 1, or None")
+    )
+    errors: Tensor | None = field(
+        default=None, validator=fitting("Launched", _errors, "a float32 tensor [B, Hq], or None")
+    )
 
 
 Objection = Callable[["AttentionCall", "SparseMask", Wanted], "str | None"]
@@ -159,13 +228,12 @@ def never(call: AttentionCall, mask: SparseMask, wanted: Wanted) -> bool:
     return False
 
 
-def _check_rank(_: object, __: Attribute[Any], value: Any) -> None:
-    numbers = value.values() if isinstance(value, Mapping) else (value,)
-    if not all(isinstance(one, int) and not isinstance(one, bool) for one in numbers):
-        remedy = "an integer, or a table of integers by compute capability, such as {(9, 0): 10}"
-        raise ParameterError(f"Family.rank is {printed(value)}: pass {remedy}")
+def _table(rank: Any) -> Any:
+    """A copy of its own: a table that is changed later would have been checked in vain."""
+    return dict(rank) if isinstance(rank, Mapping) else rank
 
 
+RANK = "an integer, or a table of integers by compute capability, such as {(9, 0): 10}"
 CALLABLE = fitting("Family", callable, "a function")
 
 
@@ -180,14 +248,17 @@ class Family:
     that reads pages is to get a copy of those that may be copied; asked before `objection`, which then sees the copy.
     Others get theirs once they have no objection.
 
-    The functions import what they need when they are called. What one raises is a failure of this variant of the kernel
-    (`choose.variant`), or where it cannot be imported of all: others serve from then on, and say why.
+    The functions import what they need when they are called. An error of `launch`, or an answer that is no `Launched` of
+    this job, is a failure of this variant of the kernel (`choose.variant`), one of `objection` or `copied` of all: others
+    serve from then on, and say why.
     """
 
     name: str = field(validator=fitting("Family", is_name, "lower-case words joined by hyphens, such as 'my-kernel'"))
-    rank: int | Mapping[Capability, int] = field(validator=_check_rank)
+    rank: int | Mapping[Capability, int] = field(converter=_table, validator=fitting("Family", _rank, RANK))
     launch: Callable[[Job], Launched] = field(validator=CALLABLE)
-    features: Features = field(factory=Features)
+    features: Features = field(
+        factory=Features, validator=fitting("Family", lambda value: isinstance(value, Features), "a Features")
+    )
     objection: Objection = field(default=no_objection, validator=CALLABLE)
     copied: Copied = field(default=never, validator=CALLABLE)
 
