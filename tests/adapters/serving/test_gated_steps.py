@@ -13,7 +13,7 @@ import torch
 from sparseprefill.adapters.serving.attend import run
 from sparseprefill.adapters.serving.layer import Layer
 from sparseprefill.adapters.serving.parts import Part
-from sparseprefill.adapters.serving.requests import Row
+from sparseprefill.adapters.serving.requests import Requests, Row
 from sparseprefill.adapters.session.prospects import NOT_CHOSEN
 from sparseprefill.adapters.session.session import Prefill
 
@@ -152,6 +152,28 @@ def test_the_next_step_is_asked_anew(lengths: tuple[int, ...]) -> None:
     step.layer(0)
     step.parts = list(step._parts(lengths))
     assert step.layer(0) is not None
+
+
+@pytest.mark.parametrize(("cached", "found"), [(0, True), (64, False)])
+def test_what_others_left_of_a_first_chunk_is_no_prefix_of_another_request(cached: int, found: bool) -> None:
+    """Fewer than `min_query`, say, so that the gate was not asked, and more than an eighth. What a cache held is one."""
+    step, requests = Step(), Requests(chunk=512)
+    step.mine = runtime(sp.build("dense", block=16), step.reasons, gate=step.gate)
+    first, second = cached + 20, cached + 60 if cached else LONG
+    prefills = [
+        requests.step([Row(*ends, "a", second)], {}, lambda name: True)[0]
+        for ends in ((cached, first), (first, second))
+    ]
+    assert prefills[0] is prefills[1]
+    x = torch.randn(1, HEADS, second, SIZE)
+    outcome = step.mine.session.run(sp.AttentionCall(x[:, :, first:], x, x, prompt_lengths=second), prefills[1])
+    assert found == isinstance(outcome, sp.Result)
+    said = "" if isinstance(outcome, sp.Result) else outcome.reason
+    assert (
+        ""
+        if found
+        else f"{SMALL} (judged for the 64 tokens before it: dense, as a prompt of 64 tokens would have been)"
+    ) == said
 
 
 class Long:
