@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sparseprefill.breakeven.gate import OFF, GateChoice, with_remedy
 from sparseprefill.call import AttentionCall, uncast
-from sparseprefill.errors import AttachError, ParameterError, UnsupportedCallError, frameless, printed, told
+from sparseprefill.errors import AttachError, ParameterError, UnsupportedCallError, frameless, printed
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.memory import Memory
 from sparseprefill.pipeline import SHARE, Pipeline
@@ -320,7 +320,7 @@ class Session:
                 min_query=self.min_query,
                 grain=self.route.method_grain,
                 tail=self.tail,
-                gate="" if self.route.gate is None else told(self.route.gate),
+                gate=self.route.judges,
                 short_forwards=self._short,
                 layers=tuple(
                     one.report(mean=self._measure, recall=recall.get(layer))

@@ -13,7 +13,7 @@ from sparseprefill.breakeven.gate import AUTO, AutoGate, Gate, GateChoice, gate_
 from sparseprefill.breakeven.points import GAIN, pairs
 from sparseprefill.breakeven.table import BreakEven, Verdict
 from sparseprefill.call import AttentionCall, check_call, resized
-from sparseprefill.errors import ParameterError, UnsupportedCallError, printed
+from sparseprefill.errors import ParameterError, UnsupportedCallError, printed, told
 from sparseprefill.executors.dense import dense
 from sparseprefill.memory import Memory
 from sparseprefill.pipeline import Pipeline, Runner
@@ -319,6 +319,16 @@ class Route(Runner):
             return None
         reason = self.profile.model.objection(call)
         return f"the profile is for another model: {reason}" if reason else None
+
+    @property
+    def judges(self) -> str:
+        """The tables by which the gate judges, and the methods of which a table has no figures; empty for no gate."""
+        if self.gate is None:
+            return ""
+        if not isinstance(self.gate, BreakEven):
+            return told(self.gate)
+        several = self.profile is not None and len(self.profile.methods) > 1
+        return self.gate.called(*(self.profile.methods if several else (self.name,)))
 
     @property
     def known(self) -> tuple[Pipeline, ...]:
