@@ -327,8 +327,8 @@ class Route(Runner):
             return ""
         if not isinstance(self.gate, BreakEven):
             return told(self.gate)
-        several = self.profile is not None and len(self.profile.methods) > 1
-        return self.gate.called(*(self.profile.methods if several else (self.name,)))
+        methods = () if self.profile is None else self.profile.methods
+        return self.gate.called(*(methods if len(methods) > 1 else (self.name,)))
 
     @property
     def known(self) -> tuple[Pipeline, ...]:
