@@ -85,12 +85,12 @@ class Requests:
     def _next(self, row: Row, name: str | None) -> Prefill:
         if name is None:
             self._nameless += 1
-            return Prefill(chunk=self.chunk)
+            return Prefill(chunk=self.chunk, begin=row.start)
         known = self._entries.get(name)
         if known is not None and not row.start == known.end > 0:
             self.end(name)
             known = None
-        prefill = Prefill(chunk=self.chunk) if known is None else known.prefill
+        prefill = Prefill(chunk=self.chunk, begin=row.start) if known is None else known.prefill
         self._entries[name] = _Entry(prefill, row.end)
         return prefill
 

@@ -10,7 +10,7 @@ from typing import Any, Self
 from attrs import asdict, define, evolve, field
 
 from sparseprefill.breakeven.gate import with_remedy
-from sparseprefill.call import AttentionCall
+from sparseprefill.call import AttentionCall, resized
 from sparseprefill.errors import AttachError, ParameterError, SparsePrefillError
 from sparseprefill.route import Route
 
@@ -209,12 +209,15 @@ class Runtime:
             try:
                 least = route.least(call, longest, step)
                 whole = route.least(call, longest) if least is None and step < longest else None
+                doubt = "" if least is None else route.choose(resized(call, least, least)).note
             except SparsePrefillError as error:  # a gate that fails leaves requests dense, and ends no start
                 log.warning("sparseprefill: %s: from which length on prompts run sparse: %s", route.name, reason(error))
                 continue
             if least is not None:
                 text = "sparseprefill: by the gate, prompts of some %d tokens and more run %s in steps of %d"
                 log.info(text, least, route.name, step)
+                if doubt:
+                    log.info("sparseprefill: %s", doubt)
                 continue
             more = "" if whole is None else f"; in one step they do from some {whole} tokens on ({option})"
             text = f"no prompt of up to {longest} tokens runs {route.name} in steps of {step}: {LEFT_DENSE}{more}"

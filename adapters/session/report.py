@@ -114,11 +114,12 @@ class Report:
     prompt may be cut into chunks, or None. tail: last query rows of a prompt, or of each chunk where the host does not
     know the prompt's end, that get every key. short_forwards: forwards with fewer rows, all dense: decoding steps and
     short prompts. layers: in order of their index. notes: what else is worth knowing, with counts, as reasons are.
-    gate: the tables by which calls were judged too small for the method; empty if none was. kernels: how many calls
-    each kernel computed, by its name and, in brackets, why no faster one did (`plan.Kernel`); a call in parts counts
-    for each kernel that it met. prefills: that ran sparse in some layer. measured_prefills: of them, of which recall
-    was to be measured. strict_recall: below which calls count as low; None where nothing was asked for. gated: of the
-    reasons those that the gate gave, with counts of calls. off: how the host is told to have no gate.
+    gate: the tables by which calls were judged, and whether one has no figures of the method; empty if none was.
+    kernels: how many calls each kernel computed, by its name and, in brackets, why no faster one did (`plan.Kernel`); a
+    call in parts counts for each kernel that it met. prefills: that ran sparse in some layer. measured_prefills: of
+    them, of which recall was to be measured. strict_recall: below which calls count as low; None where nothing was
+    asked for. gated: of the reasons those that the gate gave, with counts of calls. off: how the host is told to have
+    no gate.
     """
 
     method: str

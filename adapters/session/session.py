@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sparseprefill.breakeven.gate import OFF, GateChoice, with_remedy
 from sparseprefill.call import AttentionCall, uncast
-from sparseprefill.errors import AttachError, ParameterError, UnsupportedCallError, frameless, printed, told
+from sparseprefill.errors import AttachError, ParameterError, UnsupportedCallError, frameless, printed
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.memory import Memory
 from sparseprefill.pipeline import SHARE, Pipeline
@@ -64,10 +64,12 @@ class Fallback:
 @define(eq=False)
 class Prefill:
     """One request's prefill, from its first chunk to its last. chunk: tokens that its host computes at once, 0 where
-    that is unknown. watched: whether its recall is measured; None before its first sparse call."""
+    that is unknown. begin: the first token that it computes itself, behind what it found in a cache; None where that is
+    unknown. watched: whether its recall is measured; None before its first sparse call."""
 
     memory: Memory = field(factory=Memory)
     chunk: int = 0
+    begin: int | None = None
     serial: int = field(factory=itertools.count().__next__)
     watched: bool | None = field(default=None, init=False)
 
@@ -318,7 +320,7 @@ class Session:
                 min_query=self.min_query,
                 grain=self.route.method_grain,
                 tail=self.tail,
-                gate="" if self.route.gate is None else told(self.route.gate),
+                gate=self.route.judges,
                 short_forwards=self._short,
                 layers=tuple(
                     one.report(mean=self._measure, recall=recall.get(layer))
@@ -340,7 +342,7 @@ class Session:
         if call.window is not None:
             return self._sliding(call)
         try:
-            choice = self.route.choose(call, prefill.memory, prefill.chunk)
+            choice = self.route.choose(call, prefill.memory, prefill.chunk, prefill.begin)
         except UnsupportedCallError as error:
             return self.decline(call.layer, str(error), sizes(call))
         if choice.gated:

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any, Protocol, overload
 
 from attrs import evolve, field, frozen
+from torch import Tensor
 
 from sparseprefill.breakeven.gate import AUTO, AutoGate, Gate, GateChoice, gate_of
 from sparseprefill.breakeven.points import GAIN, pairs
 from sparseprefill.breakeven.table import BreakEven, Verdict
 from sparseprefill.call import AttentionCall, check_call, resized
-from sparseprefill.errors import ParameterError, UnsupportedCallError, printed
+from sparseprefill.errors import ParameterError, UnsupportedCallError, printed, told
 from sparseprefill.executors.dense import dense
 from sparseprefill.memory import Memory
 from sparseprefill.pipeline import Pipeline, Runner
@@ -34,8 +35,11 @@ class Buildable(Protocol):
 
 WORTH = Verdict(True)
 UNSAID = "the gate keeps this call dense and gave no reason"
-OF_PROMPT = "{reason} (a prompt of {prompt:,} tokens, judged as a whole)"
-BEHIND = "{reason} (judged for the {start:,} tokens before it: behind a dense beginning a sparse end loses copies)"
+OF_PROMPT = "{reason} (a prompt of {tokens:,} tokens, judged as a whole)"
+OF_REST = "{reason} ({tokens:,} tokens, judged behind the {before:,} before them)"
+BEHIND = (
+    "{reason} (judged for the {before:,} tokens before it: dense, as a prompt of {before:,} tokens would have been)"
+)
 OF_BEGINNING = "{reason} (judged by the prompt's first chunk)"
 STEP = 2048
 """Tokens that a step has at least, where nobody tells how many: a shorter chunk shares its step with others."""
@@ -69,6 +73,27 @@ class Choice:
     gated: bool = False
 
 
+@frozen
+class _Word:
+    """The gate's word on a prompt.
+
+    start: of the chunk that asked. last: end of the tokens that were judged: of the prompt, or of that chunk where the
+    prompt's length was not known. verdict: on that chunk. after: the same on the chunks that follow.
+    """
+
+    start: int
+    last: int
+    verdict: Verdict
+    after: Verdict
+
+    def binds(self, start: int, last: int) -> bool:
+        """True if it holds for a later chunk, from token `start`, of a prompt that ends at `last` as far as is known.
+
+        It does where the whole prompt was judged. Else a beginning of an eighth or less binds nothing.
+        """
+        return last <= self.last or SHORT * start > last
+
+
 def _are_pipelines(value: object) -> bool:
     return isinstance(value, tuple) and bool(value) and all(one is None or isinstance(one, Pipeline) for one in value)
 
@@ -88,10 +113,11 @@ class Route(Runner):
     own. pipelines: one for each range of the profile, None where it found no setting accurate enough; a single one
     without a profile.
     gate: judges every call by its sizes; one that is not worth it runs dense attention and meets no stage: estimators
-    and observers do not see it. With a Memory it judges a prompt once, at its first chunk: the steps to come as well
-    where the call knows `prompt_lengths`, by itself else; the other chunks follow. A dense beginning would not fit a
-    sparse end. So a request behind keys of another one, such as the turns before, is dense where a prompt of that many
-    keys is. None: every call runs the method.
+    and observers do not see it. With a Memory it judges a prompt once, at its first chunk: the whole prompt where the
+    host knows `prompt_lengths` (a number, or a tensor on the CPU), the chunk by itself else; the other chunks follow. A
+    dense beginning would not fit a sparse end. So a request behind keys of another one, such as the turns before, is
+    dense where a prompt of that many keys would be, since nobody says how they were computed. None: every call runs
+    the method.
     """
 
     name: str = field(validator=fitting("Route", lambda x: isinstance(x, str), "a string"))
@@ -143,15 +169,19 @@ class Route(Runner):
                 raise ParameterError(f"profile of {profile.name}, ranges[{i}].parameters: {error}") from error
         return cls(profile.name, tuple(made), profile)
 
-    def choose(self, call: AttentionCall, memory: Memory | None = None, chunk: int = 0) -> Choice:
+    def choose(
+        self, call: AttentionCall, memory: Memory | None = None, chunk: int = 0, begin: int | None = None
+    ) -> Choice:
         """Choose what serves a call. By sizes and layer alone: nothing on the device is read.
 
-        memory: of the call's request. The gate's word on its first chunk is kept there, and is the word on all others,
-        but where that was an eighth of them or less; None: the call is judged by itself. chunk: tokens of a prompt that
-        its host computes at once, 0 where it is unknown. Raises UnsupportedCallError where the profile is for another
-        model; StageError, naming the gate, where it raises or returns no Verdict.
+        memory: of the call's request. The gate's word on its first chunk is kept there, and is the word on all others;
+        where it was said without knowing the prompt's length, only if that chunk was more than an eighth of them. None:
+        the call is judged by itself. chunk: tokens of a prompt that its host computes at once, 0 where it is unknown.
+        begin: the first token that the request computes itself, behind what it found in a cache; None for the call's
+        first. Raises UnsupportedCallError where the profile is for another model; StageError, naming the gate, where it
+        raises or returns no Verdict.
         """
-        verdict, found = self._verdict(call, memory, chunk), self._of_length(call)
+        verdict, found = self._verdict(call, memory, chunk, begin), self._of_length(call)
         if not verdict.worth:
             return Choice(found, verdict.reason or UNSAID, gated=True)
         if reason := self._objection(call):
@@ -172,7 +202,7 @@ class Route(Runner):
             return f"the profile keeps layer {call.layer} dense: {one.method} is not accurate enough there"
         return ""
 
-    def _verdict(self, call: AttentionCall, memory: Memory | None, chunk: int) -> Verdict:
+    def _verdict(self, call: AttentionCall, memory: Memory | None, chunk: int, begin: int | None) -> Verdict:
         """The gate's verdict on the request that a call belongs to."""
         if self.gate is None or memory is None:
             return self._judge(call)
@@ -180,33 +210,42 @@ class Route(Runner):
         start = end - call.q.shape[2]
         heads = (call.q.shape[1], call.kv_heads, call.q.shape[3], call.value_dim)
         key = ("gate", self.name, heads, call.q.dtype, call.window)
-        found: tuple[int, Verdict] | None = memory.get(key, None)
-        if found is None or (found[0] != start and SHORT * start <= end):
-            found = start, self._behind(call, start, end, chunk) or self._of_prompt(call, start, end, chunk)
-            memory.put(key, found)
-        first, verdict = found
-        if verdict.worth or first == start or isinstance(call.prompt_lengths, int):
-            return verdict
-        return evolve(verdict, reason=OF_BEGINNING.format(reason=verdict.reason or UNSAID))
+        known: _Word | None = memory.get(key, None)
+        if known is not None and known.start == start:
+            return known.verdict
+        prompt = _prompt(call)
+        last = max(end, prompt or 0)
+        if known is not None and known.binds(start, last):
+            return known.after
+        first = start if known is not None or begin is None else min(begin, start)
+        found = self._behind(call, first, last, chunk)
+        if found is None:
+            found = self._rest(call, start if prompt is None else first, last, chunk)
+        after = found
+        if not found.worth and start == 0 and last == end:  # it is the chunk alone that was judged
+            after = evolve(found, reason=OF_BEGINNING.format(reason=found.reason or UNSAID))
+        memory.put(key, _Word(start, last, found, after))
+        return found
 
-    def _behind(self, call: AttentionCall, start: int, end: int, chunk: int) -> Verdict | None:
+    def _behind(self, call: AttentionCall, first: int, last: int, chunk: int) -> Verdict | None:
         """Dense for a request that begins behind keys which this gate would have computed dense; None for all others.
 
-        Those keys come from another request, such as a turn before, and nobody says how they were computed.
+        The keys before its own `first` token come from another request, such as a turn before, and nobody says how they
+        were computed. last: end of its prompt, as far as is known.
         """
-        prompt = call.prompt_lengths
-        if SHORT * start <= (max(prompt, end) if isinstance(prompt, int) else end):
+        if SHORT * first <= last:
             return None
-        before = self._of_steps(call, 0, start, chunk or start)
-        return None if before.worth else Verdict(False, reason=BEHIND.format(start=start, reason=before.reason))
+        before = self._of_steps(call, 0, first, chunk or first)
+        return None if before.worth else Verdict(False, reason=BEHIND.format(reason=before.reason, before=first))
 
-    def _of_prompt(self, call: AttentionCall, start: int, end: int, chunk: int) -> Verdict:
-        """The gate's verdict on what is left of a prompt from this call on, in steps of `chunk` tokens."""
-        prompt = call.prompt_lengths
-        if not isinstance(prompt, int) or prompt <= end:
-            return self._judge(call)
-        found = self._of_steps(call, start, prompt, chunk or max(end - start, STEP))
-        return found if found.worth else evolve(found, reason=OF_PROMPT.format(reason=found.reason, prompt=prompt))
+    def _rest(self, call: AttentionCall, first: int, last: int, chunk: int) -> Verdict:
+        """The gate's verdict on tokens `first` to `last` of a prompt, the call's among them, in steps of `chunk`."""
+        rows, tokens = call.q.shape[2], last - first
+        found = self._judge(call) if tokens == rows else self._of_steps(call, first, last, chunk or max(rows, STEP))
+        if found.worth or (first == 0 and tokens == rows):
+            return found
+        said = OF_REST if first else OF_PROMPT
+        return evolve(found, reason=said.format(reason=found.reason or UNSAID, tokens=tokens, before=first))
 
     def _of_steps(self, call: AttentionCall, start: int, end: int, each: int) -> Verdict:
         """The gate's verdict on tokens `start` to `end` of a prompt, in steps of `each`.
@@ -282,6 +321,16 @@ class Route(Runner):
         return f"the profile is for another model: {reason}" if reason else None
 
     @property
+    def judges(self) -> str:
+        """The tables by which the gate judges, and the methods of which a table has no figures; empty for no gate."""
+        if self.gate is None:
+            return ""
+        if not isinstance(self.gate, BreakEven):
+            return told(self.gate)
+        methods = () if self.profile is None else self.profile.methods
+        return self.gate.called(*(methods if len(methods) > 1 else (self.name,)))
+
+    @property
     def known(self) -> tuple[Pipeline, ...]:
         """Every pipeline there is."""
         return tuple(one for one in self.pipelines if one is not None)
@@ -349,8 +398,15 @@ class Route(Runner):
 
 def _length(call: AttentionCall) -> int:
     """Tokens by which a profile is asked: chunks of one prompt get one setting."""
+    return max(call.kv_len, _prompt(call) or 0)
+
+
+def _prompt(call: AttentionCall) -> int | None:
+    """Tokens of the longest prompt of a call, as far as the host knows: of a device no value is read."""
     prompt = call.prompt_lengths
-    return max(call.kv_len, prompt) if isinstance(prompt, int) else call.kv_len
+    if isinstance(prompt, Tensor):
+        return int(prompt.max()) if prompt.device.type == "cpu" else None
+    return prompt
 
 
 class _NoSetting:

@@ -162,6 +162,32 @@ def test_a_table_that_does_not_know_the_device_is_noted(model: Any) -> None:
     assert not handle.report().fallbacks
 
 
+@pytest.mark.parametrize("auto", [False, True])
+def test_a_method_without_figures_is_named_with_the_command_that_measures_it(
+    model: Any, auto: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as a plugin's: the table is not named as if it knew."""
+    path = tmp_path / "table.json"
+    path.write_text(from_length(200, "another", **HEADS).to_json(), encoding="utf-8")
+    monkeypatch.setenv("SPARSEPREFILL_BREAKEVEN", str(path))
+    gate: GateChoice = "auto" if auto else path
+    with attach(model, "streaming", tail=0, gate=gate, **STREAMING) as handle:
+        logits(model, 90)
+        logits(model, 18)
+    report = handle.report()
+    command = "sparseprefill calibrate --method streaming --heads 4 --kv-heads 2 --head-dim 8 --dtype float32"
+    (note,) = report.notes
+    (reason,) = report.fallbacks
+    for said in (note, reason):
+        assert "the break-even table of test (cpu) has no figures of streaming for such heads" in said
+        assert command in said
+    assert "judged by the executor alone" in note
+    assert reason.startswith(f"{BELOW}, even for the executor alone")
+    assert "dense by break-even: break-even table of test (cpu), without figures of streaming" in str(report).split(
+        "\n"
+    )
+
+
 @torch.no_grad()
 def test_chunks_go_on_as_the_prompt_began(model: Any) -> None:
     """Later chunks would be worth it by themselves; a dense beginning would not fit them."""

@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,10 @@ from sparseprefill.adapters.cli.commands import app
 from typer.testing import CliRunner, Result
 
 import sparseprefill as sp
+from helpers.tables import from_length
 from lab.bench.clock import Clock
 from sparseprefill.breakeven.points import HeadShape, MethodTime, Point
-from sparseprefill.breakeven.table import BreakEven
+from sparseprefill.breakeven.table import BELOW, BreakEven
 
 from .test_cli import refused
 
@@ -105,6 +108,16 @@ def test_the_command_writes_a_table(tmp_path: Path) -> None:
     assert {"parameters": {}, "repeats": 2, "threads": 1} == found.measured
     (shape,) = found.shapes
     assert [(32, 64), (32, 128), (64, 64), (128, 128)] == [(one.queries, one.keys) for one in shape.points]
+
+
+def test_the_command_that_a_verdict_names_measures_what_is_missing(tmp_path: Path) -> None:
+    out, (q, k, v) = tmp_path / "own.json", (torch.randn(1, heads, 128, 32) for heads in (2, 1, 1))
+    call = sp.AttentionCall(q, k, v)
+    missing = from_length(64, "another").judge(call, "streaming").reason
+    found = re.search("sparseprefill (calibrate .*) measures", missing)
+    assert found is not None
+    result = invoke(*shlex.split(found[1]), "--tokens", "64", "--tokens", "128", "--repeats", "2", "--out", out)
+    assert (0, "") == (result.exit_code, BreakEven.load(out).judge(call, "streaming").reason.removeprefix(BELOW))
 
 
 def test_append_keeps_the_other_shapes(tmp_path: Path) -> None:

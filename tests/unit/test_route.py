@@ -93,8 +93,9 @@ class FromKeys:
 
 
 def chunk(first: int, last: int, prompt: int | torch.Tensor | None = None) -> sp.AttentionCall:
-    """Tokens `first` to `last` of a prompt, in sizes alone."""
-    q, k = torch.zeros(()).expand(1, 2, last - first, 8), torch.zeros(()).expand(1, 1, last, 8)
+    """Tokens `first` to `last` of a prompt, in sizes alone, where a tensor of its length is."""
+    x = torch.zeros((), device=prompt.device if isinstance(prompt, torch.Tensor) else "cpu")
+    q, k = x.expand(1, 2, last - first, 8), x.expand(1, 1, last, 8)
     return sp.AttentionCall(q, k, k, prompt_lengths=prompt)
 
 
@@ -126,7 +127,7 @@ def test_predicted_times_of_the_steps_add_up(late: float, worth: bool) -> None:
     assert worth == (not route.choose(chunk(0, 4096, 8192), sp.Memory()).gated)
 
 
-@pytest.mark.parametrize("prompt", [None, int32(9000)], ids=["unknown", "on the device"])
+@pytest.mark.parametrize("prompt", [None, int32(9000).to("meta")], ids=["unknown", "on the device"])
 def test_a_prompt_of_unknown_length_goes_on_as_it_began(prompt: torch.Tensor | None) -> None:
     gate, memory = FromKeys(4000), sp.Memory()
     route = sp.gated(sp.build("streaming", **SMALL), gate)
@@ -148,6 +149,97 @@ def test_a_short_beginning_binds_nothing() -> None:
         assert "" == route.choose(evolve(chunk(1000, 8000), layer=layer), memory).dense
     assert [(1000, 1000), (7000, 8000)] == gate.asked
     assert "" == route.choose(chunk(8000, 8100), memory).dense  # goes on as that began
+
+
+class Long:
+    """Finds calls of 500 rows or more worth it, from 8,000 keys on."""
+
+    def judge(self, call: sp.AttentionCall, method: str) -> Verdict:
+        worth = call.kv_len >= 8000 and call.q.shape[2] >= 500
+        return Verdict(worth, reason="" if worth else "too short")
+
+
+@pytest.mark.parametrize("tensor", [False, True])
+@pytest.mark.parametrize(
+    ("prompt", "cuts", "worth"),
+    [
+        (10674, (0, 24, 7835, 9692), True),  # from token 24 on, three steps would gain nothing
+        (10674, (900, 930, 7835, 9692), True),
+        (8200, (0, 24, 700), False),  # from token 700 on, one step would
+    ],
+    ids=["sparse", "behind a short prefix", "dense"],
+)
+def test_a_prompt_of_known_length_is_judged_once_however_short_its_beginning(
+    prompt: int, cuts: tuple[int, ...], worth: bool, tensor: bool
+) -> None:
+    route, memory = sp.gated(sp.build("streaming", **SMALL), Long()), sp.Memory()
+    told = int32(prompt) if tensor else prompt
+    found = [
+        not route.choose(evolve(chunk(first, last, told), layer=layer), memory).gated
+        for first, last in zip(cuts, (*cuts[1:], prompt), strict=True)
+        for layer in range(2)
+    ]
+    assert 2 * len(cuts) * [worth] == found
+
+
+def test_the_longest_prompt_of_a_batch_counts() -> None:
+    gate = FromKeys(8000)
+    route, x = sp.gated(sp.build("streaming", **SMALL), gate), torch.zeros(()).expand(2, 1, 100, 8)
+    assert "" == route.choose(sp.AttentionCall(x, x, x, prompt_lengths=int32(100, 16000)), sp.Memory(), 16000).dense
+    assert [(16000, 16000)] == gate.asked
+
+
+def test_tokens_behind_a_known_prompt_are_judged_anew_behind_a_short_one() -> None:
+    """Such as a preempted request's own answer, computed again."""
+    route, memory = sp.gated(sp.build("streaming", **SMALL), FromKeys(4000)), sp.Memory()
+    assert "too short" == route.choose(chunk(0, 117, 117), memory).dense
+    assert "" == route.choose(chunk(117, 8000, 117), memory).dense
+    assert "" == route.choose(chunk(8000, 9000, 117), memory).dense
+
+
+@pytest.mark.parametrize(
+    ("least", "reason"), [(800, ""), (1000, "too short (a prompt of 900 tokens, judged as a whole)")]
+)
+def test_a_first_chunk_too_short_to_be_asked_about_is_no_prefix(least: int, reason: str) -> None:
+    """What others of its step left of it is an eighth of the prompt, and more."""
+    gate, memory = FromKeys(least), sp.Memory()
+    route = sp.gated(sp.build("streaming", **SMALL), gate)
+    for first, last in ((117, 500), (500, 900)):
+        assert reason == route.choose(chunk(first, last, 900), memory, 8192, begin=0).dense
+    assert [(900, 900)] == gate.asked
+
+
+def test_a_prompt_of_unknown_length_is_judged_from_where_the_gate_is_asked() -> None:
+    gate = FromKeys(700)
+    route = sp.gated(sp.build("streaming", **SMALL), gate)
+    assert "" == route.choose(chunk(117, 900), sp.Memory(), 8192, begin=0).dense
+    reason = route.choose(chunk(117, 600), sp.Memory(), 8192, begin=0).dense
+    assert "too short (483 tokens, judged behind the 117 before them)" == reason
+    assert [(783, 900), (483, 600)] == gate.asked
+
+
+@pytest.mark.parametrize("prompt", [None, 7000, 20000])
+def test_a_reason_behind_a_cache_names_the_tokens_judged_and_those_before_them(prompt: int | None) -> None:
+    """That those were computed dense nobody knows."""
+    memory, route = sp.Memory(), sp.gated(sp.build("streaming", **SMALL), NEVER)
+    judged = (prompt or 7000) - 800
+    reason = f"never streaming ({judged:,} tokens, judged behind the 800 before them)"
+    assert reason == route.choose(chunk(800, 7000, prompt), memory, 8192).dense
+    assert reason == route.choose(chunk(7000, 7100, prompt), memory, 8192).dense
+    before = "as a prompt of 8,000 tokens would have been"
+    for begin, memory in ((None, sp.Memory()), (8000, sp.Memory())):
+        for first, last in ((8100 if begin else 8000, 9000), (9000, 10000)):
+            reason = route.choose(chunk(first, last, prompt), memory, 8192, begin).dense
+            assert f"never streaming (judged for the 8,000 tokens before it: dense, {before})" == reason
+
+
+def test_a_reason_behind_a_short_beginning_does_not_say_that_the_first_chunk_decided() -> None:
+    memory, route = sp.Memory(), sp.gated(sp.build("streaming", **SMALL), NEVER)
+    reasons = [route.choose(chunk(*ends), memory).dense for ends in ((0, 1000), (1000, 2000), (2000, 16000))]
+    assert ["", " (judged by the prompt's first chunk)", " (14,000 tokens, judged behind the 2,000 before them)"] == [
+        one.removeprefix("never streaming") for one in reasons
+    ]
+    assert reasons[-1] == route.choose(chunk(16000, 17000), memory).dense
 
 
 @pytest.mark.parametrize(("step", "worth"), [(0, True), (8000, True), (4000, False)])

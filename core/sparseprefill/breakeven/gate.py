@@ -114,7 +114,7 @@ class AutoGate:
         if isinstance(found, str):
             return self._by_rule(call, found)
         verdict = found.judge(call, method)
-        self._said.setdefault(str(found))
+        self._said.setdefault(found.called(method))
         if verdict.ratio is None and verdict.reason:
             return self._by_rule(call, verdict.reason.removeprefix(UNKNOWN))
         return verdict

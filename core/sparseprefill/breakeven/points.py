@@ -157,6 +157,10 @@ class HeadShape:
         if not any(point.whole for point in self.points):
             raise ParameterError("points has no size with as many queries as keys: add whole prompts")
 
+    def knows(self, method: str) -> bool:
+        """True if the method of this name was measured at one size or more."""
+        return any(method in point.methods for point in self.points)
+
     def __str__(self) -> str:
         return f"{self.heads} / {self.kv_heads} heads, d {self.head_dim}, {self.dtype}"
 

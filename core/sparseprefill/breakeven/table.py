@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -27,6 +28,12 @@ from sparseprefill.call import AttentionCall
 from sparseprefill.errors import ParameterError
 
 BELOW = "below break-even: dense attention is faster at this size"
+BELOW_ALONE = f"{BELOW}, even for the executor alone"
+ALONE = "judged by the executor alone, so a prompt too short for the method may run sparse"
+LACKING = (
+    "the {table} has no figures of {method} for such heads; {command} measures it where it is installed: "
+    "pass its table as gate"
+)
 UNKNOWN = "not gated: "
 """The beginning of a verdict's reason where a table knows nothing of a call."""
 _KEPT = 4096  # judgements; lengths of prompts differ without end
@@ -37,7 +44,7 @@ class Verdict:
     """The word of a gate about a call.
 
     worth: whether to run it sparse. ratio: predicted time over dense attention's, None where nothing is known.
-    reason: why it runs dense, or why the gate knows nothing; empty else.
+    reason: why it runs dense, or what the gate does not know; empty else.
     """
 
     worth: bool
@@ -65,7 +72,8 @@ class BreakEven:
         """Judge whether the method of this name is worth it for a call. By sizes alone: nothing on the device is read.
 
         A call on another kind of device, with a sliding window, or in a type that was not measured is no business of
-        the table: it runs sparse, and the reason is in the verdict.
+        the table: it runs sparse, and the reason is in the verdict. A method without figures, such as a plugin's, is
+        judged by the executor alone, which no mask of it can beat; the verdict says so, and what command measures it.
         """
         q = call.q
         key = (method, q.shape, call.kv_heads, call.kv_len, call.q_offset, q.dtype, q.device, call.window)
@@ -105,6 +113,11 @@ class BreakEven:
     def __str__(self) -> str:
         return f"break-even table of {self.device}"
 
+    def called(self, *methods: str) -> str:
+        """The table's name, for a report on methods: it says which of them it has no figures of."""
+        lacking = [one for one in methods if not any(shape.knows(one) for shape in self.shapes)]
+        return f"{self}, without figures of {', '.join(lacking)}" if lacking else str(self)
+
     def _along(self, shape: HeadShape, method: str) -> tuple[Line, ...]:
         key = (id(shape), method)
         if key not in self._lines:
@@ -124,10 +137,23 @@ class BreakEven:
             batch=q.shape[0], heads=q.shape[1], kv_heads=call.kv_heads, head_dim=q.shape[3], dtype=dtype,
             queries=q.shape[2], keys=keys,
         )  # fmt: skip
-        ratio = self.ratio(method, sizes)
-        if ratio is None:
+        shape = nearest(self.shapes, sizes)
+        if shape is None:
             return Verdict(True, None, f"{UNKNOWN}the {self} has no figures for {dtype}")
-        return Verdict(True, ratio) if ratio <= GAIN else Verdict(False, ratio, BELOW)
+        ratio = ratio_of(shape, self._along(shape, method), sizes)
+        if ratio is not None and shape.knows(method):
+            return Verdict(True, ratio) if ratio <= GAIN else Verdict(False, ratio, BELOW)
+        lacking = LACKING.format(table=self, method=method, command=_command(method, sizes))
+        if ratio is None:
+            return Verdict(True, None, UNKNOWN + lacking)
+        worth = ratio <= GAIN
+        return Verdict(worth, ratio, f"{ALONE if worth else BELOW_ALONE}: {lacking}")
+
+
+def _command(method: str, sizes: Sizes) -> str:
+    """The command that measures a method for such heads."""
+    shape = f"--heads {sizes.heads} --kv-heads {sizes.kv_heads} --head-dim {sizes.head_dim} --dtype {sizes.dtype}"
+    return f"sparseprefill calibrate --method {shlex.quote(method)} {shape}"
 
 
 def device_kind(device: torch.device) -> DeviceKind:

@@ -13,11 +13,12 @@ import torch
 from sparseprefill.adapters.serving.attend import run
 from sparseprefill.adapters.serving.layer import Layer
 from sparseprefill.adapters.serving.parts import Part
-from sparseprefill.adapters.serving.requests import Row
+from sparseprefill.adapters.serving.requests import Requests, Row
 from sparseprefill.adapters.session.prospects import NOT_CHOSEN
 from sparseprefill.adapters.session.session import Prefill
 
 import sparseprefill as sp
+from helpers.tables import from_length
 from sparseprefill.breakeven.table import Verdict
 
 from .test_failures import HEADS, HOSTS, SIZE, runtime
@@ -154,6 +155,28 @@ def test_the_next_step_is_asked_anew(lengths: tuple[int, ...]) -> None:
     assert step.layer(0) is not None
 
 
+@pytest.mark.parametrize(("cached", "found"), [(0, True), (64, False)])
+def test_what_others_left_of_a_first_chunk_is_no_prefix_of_another_request(cached: int, found: bool) -> None:
+    """Fewer than `min_query`, say, so that nobody asked the gate, and more than an eighth. What a cache held is one."""
+    step, requests = Step(), Requests(chunk=512)
+    step.mine = runtime(sp.build("dense", block=16), step.reasons, gate=step.gate)
+    first, second = cached + 20, cached + 60 if cached else LONG
+    prefills = [
+        requests.step([Row(*ends, "a", second)], {}, lambda name: True)[0]
+        for ends in ((cached, first), (first, second))
+    ]
+    assert prefills[0] is prefills[1]
+    x = torch.randn(1, HEADS, second, SIZE)
+    outcome = step.mine.session.run(sp.AttentionCall(x[:, :, first:], x, x, prompt_lengths=second), prefills[1])
+    assert found == isinstance(outcome, sp.Result)
+    said = "" if isinstance(outcome, sp.Result) else outcome.reason
+    assert (
+        ""
+        if found
+        else f"{SMALL} (judged for the 64 tokens before it: dense, as a prompt of 64 tokens would have been)"
+    ) == said
+
+
 class Long:
     """A gate that finds steps of at least so many tokens worth it."""
 
@@ -202,6 +225,17 @@ def test_a_gate_that_fails_ends_no_start(caplog: pytest.LogCaptureFixture) -> No
     mine.foretell(sp.AttentionCall(*torch.randn(3, 1, HEADS, 16, SIZE)), 4096, "STEP")
     (record,) = caplog.records
     assert "from which length on prompts run sparse: StageError: dense: Gate.judge() raised" in record.getMessage()
+
+
+def test_a_start_tells_of_a_method_that_the_table_does_not_know(caplog: pytest.LogCaptureFixture) -> None:
+    table = from_length(64, "another", heads=HEADS, kv_heads=HEADS, head_dim=SIZE)
+    mine = runtime(sp.build("dense", block=16), Reasons(), gate=table)
+    mine.requests.chunk = 128
+    with caplog.at_level(logging.INFO, "sparseprefill"):
+        mine.foretell(sp.AttentionCall(*torch.randn(3, 1, HEADS, 16, SIZE)), 4096, "STEP")
+    least, doubt = (record.getMessage() for record in caplog.records)
+    assert "tokens and more run dense in steps of 128" in least
+    assert "has no figures of dense for such heads; sparseprefill calibrate --method dense --heads" in doubt
 
 
 def test_a_start_without_a_gate_has_nothing_to_tell(caplog: pytest.LogCaptureFixture) -> None:

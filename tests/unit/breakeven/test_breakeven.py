@@ -98,6 +98,40 @@ def test_a_method_without_figures_is_judged_by_the_executor_alone() -> None:
     assert table(bare).ratio("mine", Sizes(**SHAPE, queries=512, keys=512)) is None
 
 
+COMMAND = "sparseprefill calibrate --method mine --heads 4 --kv-heads 2 --head-dim 8 --dtype float32"
+LACKING = (
+    "the break-even table of test (cpu) has no figures of mine for such heads; "
+    f"{COMMAND} measures it where it is installed: pass its table as gate"
+)
+
+
+def test_a_verdict_on_a_method_without_figures_says_so_and_what_measures_it() -> None:
+    """Such as a plugin's."""
+    found = table(CHUNKED)
+    short, long = found.judge(call(512), "mine"), found.judge(call(128), "mine")
+    assert short.worth
+    assert pytest.approx(0.1) == short.ratio
+    assert (
+        f"judged by the executor alone, so a prompt too short for the method may run sparse: {LACKING}" == short.reason
+    )
+    assert (True, short.reason) == (long.worth, long.reason)
+    few = found.judge(call(32), "mine")
+    assert (False, f"{BELOW}, even for the executor alone: {LACKING}") == (few.worth, few.reason)
+    bare = table(shape_of(evolve(point(512, 512), executor=()))).judge(call(512), "mine")
+    assert (True, None, f"not gated: {LACKING}") == (bare.worth, bare.ratio, bare.reason)
+    assert "--method 'my own'" in found.judge(call(512), "my own").reason
+    assert "" == found.judge(call(1024), "streaming").reason
+
+
+def test_a_method_measured_for_other_heads_alone_has_no_figures_for_these() -> None:
+    found = table(whole({512: 0.5}, "mine", heads=64), whole({512: 0.5}))
+    assert "has no figures of mine for such heads" in found.judge(call(512), "mine").reason
+    assert ("break-even table of test (cpu)", "break-even table of test (cpu), without figures of mine, yours") == (
+        found.called("mine", "streaming"),
+        table(CHUNKED).called("mine", "streaming", "yours"),
+    )
+
+
 def test_a_method_measured_at_some_sizes_is_judged_by_those() -> None:
     some = shape_of(point(256, 256), point(512, 512, streaming=0.6), point(1024, 1024))
     assert pytest.approx(0.6) == ratio(some, 1024, 1024)
