@@ -24,6 +24,22 @@ LEAST, MOST = 1e-30, 1e30
 """Bounds of scale and softcap: beyond them float32 logits, or logits over the softcap, are no numbers any more."""
 
 
+@frozen
+class CallShape:
+    """All of a call but its tensors and its layer, hashable: what a layer's launches follow from.
+
+    tensors: type, shape, strides and alignment of each. given: which of starts, lengths and sinks there are, and the
+    prompt's length, where that is a number. numbers: scale, q_offset, window, softcap, first_head. pages: their length,
+    the type that they are read in, whether they may be copied and are scaled; None without.
+    """
+
+    tensors: tuple[tuple[torch.dtype, torch.Size, tuple[int, ...], int], ...]
+    device: torch.device
+    given: tuple[bool | int, ...]
+    numbers: tuple[float | int | None, ...]
+    pages: tuple[Any, ...] | None
+
+
 @frozen(eq=False)
 class AttentionCall:
     """Query, key and value of one layer, with everything that decides who attends to whom.
@@ -103,6 +119,27 @@ class AttentionCall:
         """True if gradients are recorded of what the call holds."""
         return torch.is_grad_enabled() and any(
             x.requires_grad for x in (self.q, self._k, self._v, self.sinks) if x is not None
+        )
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors of the call: keys and values where they stand, and what tells of rows."""
+        pages = self.pages
+        where = (self._k, self._v) if pages is None else (pages.k, pages.v, pages.table, pages.k_scale, pages.v_scale)
+        rows = (self.starts, self.lengths, self.prompt_lengths, self.sinks)
+        return tuple(x for x in (self.q, *where, *rows) if isinstance(x, Tensor))
+
+    @property
+    def shape(self) -> CallShape:
+        """All of the call but its tensors and its layer."""
+        pages, prompt = self.pages, self.prompt_lengths
+        given = (self.starts is not None, self.lengths is not None, self.sinks is not None)
+        return CallShape(
+            tensors=tuple((x.dtype, x.shape, x.stride(), x.data_ptr() % 16) for x in self.tensors),
+            device=self.q.device,
+            given=(*given, prompt if isinstance(prompt, int) else prompt is not None),
+            numbers=(self.scale, self.q_offset, self.window, self.softcap, self.first_head),
+            pages=None if pages is None else (pages.length, pages.dtype, pages.copies, pages.k_scale is not None),
         )
 
     @property

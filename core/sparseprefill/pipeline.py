@@ -14,6 +14,7 @@ from torch import Tensor
 from sparseprefill.call import AttentionCall, check_call
 from sparseprefill.errors import ParameterError, UnsupportedCallError, printed
 from sparseprefill.executors.auto import AutoExecutor
+from sparseprefill.kernels import RECORDING
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.memory import KEPT_BYTES, Memory
 from sparseprefill.parts.split import Part, Recorder, parts
@@ -35,6 +36,7 @@ from sparseprefill.stages import (
     missing,
     objections,
     planned_by,
+    repeating,
     widest_scope,
 )
 from sparseprefill.validate import MOST_ROWS, fitting, is_whole
@@ -251,6 +253,11 @@ class Pipeline(Runner):
         """True if a stage wants to know the model that it runs in: `check_model`."""
         return any(stage.asks_model for stage in self._all)
 
+    @property
+    def repeats(self) -> bool | Literal["prompt"]:
+        """Whether a host may record one layer's call and repeat it for others, as all stages say: see `stages`."""
+        return repeating(stage.repeats for stage in self._all)
+
     def check_model(self, model: ModelIdentity) -> None:
         """ParameterError where a stage was made for another model."""
         for stage in self._all:
@@ -291,6 +298,24 @@ class Pipeline(Runner):
         with torch.cuda.device_of(call.q):  # kernels start on the current device, which need not be the tensors'
             cut, _ = self._cut(call)
             return self._run_parts(call, memory, cut) if len(cut) > 1 else self._run_whole(call, memory)
+
+    def run_into(self, call: AttentionCall, memory: Memory | None, out: Tensor) -> Result:
+        """As `run`, with the output in a tensor of the caller, ``[B, Hq, Nq, Dv]``, which may be a view."""
+        memory = self._accepted(call, memory)
+        with torch.cuda.device_of(call.q):
+            cut, _ = self._cut(call)
+            if len(cut) > 1 or self._correcting:
+                result = self._run_parts(call, memory, cut) if len(cut) > 1 else self._run_whole(call, memory)
+                out.copy_(result.out)
+                return evolve(result, out=out)
+            planned = Planned(call, self.plan(call, memory), memory)
+            dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
+            lse = torch.empty(call.q.shape[:3], dtype=dtype, device=call.q.device)
+            return self._finish(planned, self.executing.execute_into(call, planned.plan, out, lse))
+
+    def whole(self, call: AttentionCall) -> bool:
+        """True if a call of these sizes runs in one part."""
+        return len(self._cut(call)[0]) <= 1
 
     def run_many(self, calls: Sequence[AttentionCall], memories: Sequence[Memory | None] | None = None) -> list[Result]:
         """Run several calls, with one launch for several where the executor can: see `begin`. Errors as of `run`.
@@ -414,5 +439,5 @@ class Pipeline(Runner):
 
     def plan(self, call: AttentionCall, memory: Memory) -> Plan:
         """Make the plan that `run` would execute, for stages that hold a pipeline. Raises the errors of `run`."""
-        memory.prefix.most = self.kept_bytes
+        memory.prefix.most = self.kept_bytes if RECORDING.get() is None else 0  # which changes no bit
         return planned_by(self._planning, call, memory)

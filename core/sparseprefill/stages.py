@@ -20,6 +20,12 @@ itself, in attributes that a pipeline looks up once, when it is built (`Stage`);
     (with its number, ``call.first_head + h``, and what memory holds); "group", all query heads of its KV head. A
     pipeline may then cut a long call into parts by heads, which run in the order of their heads with one memory. None,
     or no attribute: the stage looks at all heads together, and no call is cut by heads.
+``repeats: bool | "prompt"``
+    True: what the stage does on the device follows from the sizes of the call (`AttentionCall.shape`) and from its own
+    settings, and it does that by torch's operators and `kernels.launch.enqueue` alone. It reads no value of the device,
+    keeps nothing in memory, and asks neither for ``call.layer`` nor for the prompt's length beyond its `tail`; "prompt"
+    where it asks for that. A host may then record what one layer's call did and repeat it for the layers after it, which meet no stage any more
+    (`kernels.recording`). The law "repeated == plain" holds it to that. The default: False.
 ``workspace(call) -> int``
     an upper bound in bytes of the memory that the stage holds for such a call, beyond q, k, v and the output, with
     what it leaves in its plan; from sizes alone, no value on the device is read. The default: `default_workspace`.
@@ -180,7 +186,11 @@ RESULTS = Answer(
 TAIL = Answer(lambda value: value is None or is_whole(value), "a number of query rows, an int from 0 to 2^63 - 1")
 ALL_ROWS = WIDEST - 1
 """The `tail` of a stage that keeps every key for every row."""
-ATTRIBUTES = (("grain", GRAIN), ("head_scope", SCOPE), ("tail", TAIL))
+FLAG = Answer(
+    lambda value: value is None or isinstance(value, bool) or (isinstance(value, str) and value == "prompt"),
+    "True, False or 'prompt'",
+)
+ATTRIBUTES = (("grain", GRAIN), ("head_scope", SCOPE), ("tail", TAIL), ("repeats", FLAG))
 """Things that a stage may say of itself, each with its rule."""
 QUESTIONS = ("unsupported", "workspace", "check_model", "execute_into", "execute_many")
 """Methods that a stage may leave out."""
@@ -252,6 +262,7 @@ class Stage(Guard):
     grain: int | None
     head_scope: HeadScope | None
     tail: int
+    repeats: bool | Literal["prompt"]
     questions: frozenset[str]
 
     @classmethod
@@ -259,8 +270,8 @@ class Stage(Guard):
         """Look up, once, what a stage says of itself. method: as in `Guard`."""
         guard = Guard(given, method)
         questions = frozenset(name for name in QUESTIONS if guard.own(name, CALLABLE) is not None)
-        grain, scope, tail = (guard.own(name, answer) for name, answer in ATTRIBUTES)
-        return cls(given, method, grain, scope, tail or 0, questions)
+        grain, scope, tail, repeats = (guard.own(name, answer) for name, answer in ATTRIBUTES)
+        return cls(given, method, grain, scope, tail or 0, repeats or False, questions)
 
     @property
     def asks_model(self) -> bool:
@@ -382,6 +393,14 @@ def common_grain(grains: Iterable[int | None]) -> int | None:
     """The least common multiple of grains, None where one stage has none."""
     known = list(grains)
     return None if None in known else math.lcm(*(grain for grain in known if grain is not None))
+
+
+def repeating(each: Iterable[bool | str]) -> bool | Literal["prompt"]:
+    """The word of all stages together on ``repeats``."""
+    found = set(each)
+    if not found <= {True, "prompt"}:
+        return False
+    return "prompt" if "prompt" in found else True
 
 
 def widest_scope(scopes: Iterable[HeadScope | None]) -> HeadScope | None:

@@ -18,7 +18,7 @@ from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan
 from sparseprefill.profiles.identity import ModelIdentity
-from sparseprefill.stages import HeadScope, PatternEstimator, common_grain, missing, widest_scope
+from sparseprefill.stages import HeadScope, PatternEstimator, common_grain, missing, repeating, widest_scope
 
 
 def _parts(given: Iterable[Any]) -> tuple[Pipeline, ...]:
@@ -62,6 +62,11 @@ class UnionEstimator:
     def head_scope(self) -> HeadScope | None:
         """The widest of the parts' scopes."""
         return widest_scope(part.head_scope for part in self.parts)
+
+    @property
+    def repeats(self) -> bool | str:
+        """As far as all parts do."""
+        return repeating([part.repeats for part in self.parts])
 
     @property
     def tail(self) -> int:

@@ -37,6 +37,11 @@ class AnchorEstimator:
     head_scope: ClassVar[HeadScope] = "head"
 
     @property
+    def repeats(self) -> bool:
+        """As the executor does, which computes the anchor pass."""
+        return getattr(self.executor, "repeats", False) is True
+
+    @property
     def grain(self) -> int:
         """Cutting a prompt at whole groups changes nothing."""
         return self.regions.group

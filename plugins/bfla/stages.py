@@ -42,6 +42,7 @@ class BflaEstimator:
     mean: bool
     tile: int
     head_scope: ClassVar[HeadScope] = "head"
+    repeats: ClassVar[bool] = True
 
     @property
     def grain(self) -> int:

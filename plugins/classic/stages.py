@@ -27,6 +27,7 @@ class FullEstimator:
     block: int
     grain: ClassVar[int] = 1
     head_scope: ClassVar[HeadScope] = "head"
+    repeats: ClassVar[bool] = True
     tail: ClassVar[int] = ALL_ROWS
 
     def workspace(self, call: AttentionCall) -> int:
@@ -48,6 +49,7 @@ class StreamingEstimator:
     block: int
     grain: ClassVar[int] = 1
     head_scope: ClassVar[HeadScope] = "head"
+    repeats: ClassVar[bool] = True
 
     def workspace(self, call: AttentionCall) -> int:
         """Lists of one head, for all."""
@@ -80,6 +82,7 @@ class VerticalSlashEstimator:
     gamma: float
     block: int
     head_scope: ClassVar[HeadScope] = "head"
+    repeats: ClassVar[bool] = True
 
     def workspace(self, call: AttentionCall) -> int:
         """Maps of tiles, and their lists."""

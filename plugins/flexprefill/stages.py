@@ -45,6 +45,7 @@ class FlexEstimator:
 
     config: FlexConfig
     head_scope: ClassVar[HeadScope] = "head"
+    repeats: ClassVar[bool] = True
 
     def workspace(self, call: AttentionCall) -> int:
         """Maps of tiles, and their lists."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from attrs import evolve, frozen
 from torch import Tensor
@@ -35,6 +37,7 @@ class RowMaxEstimator:
     """
 
     config: RowMaxConfig
+    repeats: ClassVar[bool] = True
 
     @property
     def grain(self) -> int:

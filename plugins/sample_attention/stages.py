@@ -77,6 +77,7 @@ class SampleEstimator:
 
     config: SampleConfig
     head_scope: ClassVar[HeadScope] = "head"
+    repeats: ClassVar[bool] = True
 
     def workspace(self, call: AttentionCall) -> int:
         """Maps of tiles, and their lists."""

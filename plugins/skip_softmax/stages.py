@@ -25,6 +25,7 @@ class EveryTile:
     block: int
     grain: ClassVar[int] = 1
     head_scope: ClassVar[HeadScope] = "head"
+    repeats: ClassVar[bool] = True
 
     def workspace(self, call: AttentionCall) -> int:
         """One list for all rows."""

@@ -50,6 +50,13 @@ class StarEstimator:
         return "head" if self.inner is None else self.inner.head_scope
 
     @property
+    def repeats(self) -> bool | str:
+        """Sizes that are shares of the context ask for the prompt's length; an inner method is asked by itself."""
+        if self.inner is None:
+            return static(self.config) or "prompt"
+        return False
+
+    @property
     def tail(self) -> int:
         """The rows of phase 2, where they are counted from the end."""
         return max(0, -(self.config.context_length or 0))

@@ -31,6 +31,7 @@ class AntidiagonalEstimator:
 
     config: XConfig
     head_scope: ClassVar[HeadScope] = "head"
+    repeats: ClassVar[bool] = True
 
     @property
     def grain(self) -> int:

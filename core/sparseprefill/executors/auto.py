@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from attrs import evolve, field, frozen
 
@@ -34,6 +34,7 @@ class AutoExecutor:
 
     precision: str = field(default=EXACT, kw_only=True, validator=a_precision)
     bound: float = field(default=BOUND, kw_only=True, validator=number(0.0))
+    repeats: ClassVar[bool] = True
 
     def choose(self, call: AttentionCall) -> CpuExecutor | ReferenceExecutor | TritonExecutor:
         """The executor for this call; ParameterError for no call."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 from attrs import evolve, field, frozen
@@ -40,6 +41,7 @@ class TritonExecutor:
 
     precision: str = field(default=EXACT, kw_only=True, validator=a_precision)
     bound: float = field(default=BOUND, kw_only=True, validator=number(0.0))
+    repeats: ClassVar[bool] = True
 
     @cached_property
     def _reduced(self) -> Wanted:

@@ -22,6 +22,28 @@ WIDEST = 256
 """Largest head dimension of kernels that look at single query rows."""
 
 
+class OfLayer(int):
+    """A number that a layer's index decides, `of` which it is; a recording repeats it for each layer anew."""
+
+    of: Callable[[int], int]
+
+    @classmethod
+    def at(cls, layer: int, of: Callable[[int], int]) -> OfLayer:
+        """That of a layer."""
+        made = cls(of(layer))
+        made.of = of
+        return made
+
+    def then(self, change: Callable[[int], int]) -> int:
+        """The number changed, as a number of the layer still where somebody records."""
+        now = change(int(self))
+        if RECORDING.get() is None:
+            return now
+        made = OfLayer(now)
+        made.of = lambda layer: change(self.of(layer))
+        return made
+
+
 def serve(x: Tensor) -> bool:
     """True if kernels may run on a tensor's device: CUDA, with Triton installed. Else plain PyTorch does the work."""
     return bool(x.is_cuda) and _installed()

@@ -18,7 +18,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from sparseprefill.errors import frameless
-from sparseprefill.kernels import RECORDING
+from sparseprefill.kernels import RECORDING, OfLayer
 
 MOST = 256
 """Launches of one kernel that are remembered; those of one step differ in tensors alone."""
@@ -38,10 +38,12 @@ def enqueue(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> N
     args: of the signature's beginning: tensors, descriptors, numbers and None. options: constants and what Triton is
     told. In the interpreter, and where anything is out of the ordinary, nothing but Triton's own launch.
     """
-    made = _launch(kernel, grid, args, options)
     recording = RECORDING.get()
-    if recording is not None:
-        recording.launched(kernel, grid, args, options, made)
+    if recording is None:
+        _launch(kernel, grid, args, options)
+        return
+    made = _launch(kernel, grid, tuple(int(x) if type(x) is OfLayer else x for x in args), options)
+    recording.launched(kernel, grid, args, options, made)
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> Any:

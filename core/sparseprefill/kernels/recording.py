@@ -124,14 +124,14 @@ class Recording(TorchDispatchMode):
     def _object(self, func: Any, name: str, given: list[Tensor], made: list[Tensor]) -> None:
         tags, here = func.tags, any(x.device == self._device for x in given)
         if torch.Tag.data_dependent_output in tags and here:
-            self._refuse(READ.format(name=name))
+            self.refuse(READ.format(name=name))
         elif torch.Tag.dynamic_output_shape in tags:
             if name not in INDEXING or any(x.dtype in (torch.bool, torch.uint8) for x in given):
-                self._refuse(SIZED.format(name=name))
+                self.refuse(SIZED.format(name=name))
         elif torch.Tag.nondeterministic_seeded in tags and not name.startswith(SEEDED):
-            self._refuse(RANDOM.format(name=name))
+            self.refuse(RANDOM.format(name=name))
         elif here and any(x.device != self._device for x in made):
-            self._refuse(READ.format(name=name))
+            self.refuse(READ.format(name=name))
 
     def _note(self, func: Any, name: str, args: Any, kwargs: Any, given: list[Tensor], made: list[Tensor]) -> None:
         """Write an operator down, unless it only looks at a tensor otherwise."""
@@ -144,14 +144,14 @@ class Recording(TorchDispatchMode):
             return
         for x in _written(func, args, kwargs) if writes else ():
             if self._roots.get(x.untyped_storage()._cdata, first) >= first:
-                self._refuse(CONSTANT.format(name=name))
+                self.refuse(CONSTANT.format(name=name))
             self._need(x)
         inside = range(first, len(self._bases))
         self._entries.append((Operator(func, *template, fresh), maker, inside))
         if name in EMPTY and made[0].device == self._device:
             self._scratch[first] = made[0].untyped_storage().nbytes()
             if sum(self._scratch.values()) > self._room:
-                self._refuse(ROOM.format(room=self._room))
+                self.refuse(ROOM.format(room=self._room))
         self._makers.update(dict.fromkeys(inside, maker))
 
     def _is_constant(self, x: Tensor) -> bool:
@@ -176,7 +176,7 @@ class Recording(TorchDispatchMode):
         with _disable_current_modes():
             launch = Launch.of(kernel, grid, tuple(map(self._argument, args)), options, made)
         if isinstance(launch, str):
-            self._refuse(FOREIGN.format(name=getattr(kernel, "__name__", "a kernel"), why=launch))
+            self.refuse(FOREIGN.format(name=getattr(kernel, "__name__", "a kernel"), why=launch))
         else:
             self._entries.append((launch, NEEDED, range(0)))
 
@@ -196,7 +196,8 @@ class Recording(TorchDispatchMode):
             return x
         return Place(root, x.data_ptr() - self._bases[root], x.dtype, tuple(x.shape), x.stride())
 
-    def _refuse(self, why: str) -> None:
+    def refuse(self, why: str) -> None:
+        """What runs now cannot be repeated."""
         self._why = self._why or why
 
     def step(self, found: Sequence[Tensor]) -> Step | str:

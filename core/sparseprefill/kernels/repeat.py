@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from sparseprefill.kernels import OfLayer
 from sparseprefill.kernels.launch import ran
 
 SEVERAL = frozenset((list, tuple))
@@ -106,6 +107,7 @@ class Launch:
     run: Callable[..., Any]
     arguments: tuple[Any, ...]
     options: dict[str, Any] | None = None
+    numbers: tuple[tuple[int, Callable[[int], int]], ...] = ()
     pointers: tuple[tuple[int, int, int], ...] = ()
     descriptors: tuple[tuple[int, int, int, Descriptor], ...] = ()
 
@@ -143,12 +145,15 @@ class Launch:
         descriptors = tuple(
             (i, x.base.root, x.base.offset, x) for i, x in enumerate(given) if isinstance(x, Descriptor)
         )
-        return evolve(self, arguments=given, pointers=pointers, descriptors=descriptors)
+        numbers = tuple((i, x.of) for i, x in enumerate(given) if type(x) is OfLayer)
+        return evolve(self, arguments=given, numbers=numbers, pointers=pointers, descriptors=descriptors)
 
-    def interpreted(self, roots: Sequence[Tensor]) -> None:
+    def interpreted(self, roots: Sequence[Tensor], layer: int) -> None:
         """In Triton's interpreter, which takes tensors."""
 
         def there(x: Any) -> Any:
+            if type(x) is OfLayer:
+                return x.of(layer)
             if isinstance(x, Descriptor):
                 return x.over(x.base.of(roots[x.base.root]))
             return x.of(roots[x.root]) if isinstance(x, Place) else x
@@ -249,14 +254,15 @@ class Step:
         each = zip(slots, self.ways, strict=True)
         return all(x.data_ptr() - slots[self.first[root]].data_ptr() == behind for x, (root, behind) in each)
 
-    def run(self, slots: Sequence[Tensor]) -> list[Tensor]:
-        """Do for these tensors, which fit, what was recorded. Launches come on the current stream; nobody waits."""
+    def run(self, slots: Sequence[Tensor], layer: int) -> list[Tensor]:
+        """Do for these tensors, which fit, what was recorded. layer: its index, for what hashes depend on. Launches come
+        on the current stream; nobody waits."""
         if self.device.type != "cuda" or self.device.index == torch.cuda.current_device():
-            return self._run(slots)
+            return self._run(slots, layer)
         with torch.cuda.device(self.device):
-            return self._run(slots)
+            return self._run(slots, layer)
 
-    def _run(self, slots: Sequence[Tensor]) -> list[Tensor]:
+    def _run(self, slots: Sequence[Tensor], layer: int) -> list[Tensor]:
         roots = [slots[i] for i in self.first]
         roots.append(torch.empty(self.scratch, dtype=torch.uint8, device=self.device))
         addresses = [x.data_ptr() for x in roots]
@@ -267,12 +273,14 @@ class Step:
                 addresses += [x.data_ptr() for x in roots[len(addresses) :]]
                 continue
             if one.options is not None:
-                one.interpreted(roots)
+                one.interpreted(roots, layer)
                 continue
             if stream is None:
                 active = driver.active
                 stream = active.get_current_stream(active.get_current_device())
             given = list(one.arguments)
+            for i, of in one.numbers:
+                given[i] = of(layer)
             for i, root, offset in one.pointers:
                 given[i] = addresses[root] + offset
             for i, root, offset, descriptor in one.descriptors:

@@ -7,7 +7,7 @@ no product above 2^63.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, cached_property, reduce
+from functools import cache, cached_property, partial, reduce
 from operator import or_
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sparseprefill import kernels
 from sparseprefill.errors import MaskError, printed
+from sparseprefill.kernels import OfLayer
 from sparseprefill.mask.geometry import Geometry, kept_by_sizes, reachable_map, regrid
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.validate import WIDEST
@@ -53,6 +54,11 @@ def layer_hash(use: int, seed: int, layer: int) -> int:
     for word in (use, seed & WORD, seed >> 32, layer):
         state = fold(state, word)
     return state
+
+
+def hash_of_layer(use: int, seed: int, layer: int) -> OfLayer:
+    """`layer_hash`, which a recording repeats for other layers."""
+    return OfLayer.at(layer, partial(layer_hash, use, seed))
 
 
 def row_hash(geometry: Geometry, tile_q: int, state: int, first_head: int = 0) -> Tensor:

@@ -81,6 +81,7 @@ class RecallFloor:
     dense_from: float = field(default=0.5, validator=number(0.0, 1.0))
 
     head_scope: ClassVar[HeadScope] = "head"
+    repeats: ClassVar[bool] = True
 
     @property
     def grain(self) -> int | None:
@@ -178,6 +179,7 @@ class KeptWhole:
     rows: int
     grain: ClassVar[int] = 1
     head_scope: ClassVar[HeadScope] = "head"
+    repeats: ClassVar[bool] = True
     tail: ClassVar[int] = ALL_ROWS
 
     def workspace(self, call: AttentionCall) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 from sparseprefill.call import AttentionCall
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.mask import SparseMask
-from sparseprefill.mask.tile_map import RANDOM, STRIDE, Random, Rows, Stride, layer_hash
+from sparseprefill.mask.tile_map import RANDOM, STRIDE, Random, Rows, Stride, hash_of_layer
 from sparseprefill.memory import Memory
 from sparseprefill.plan import Plan
 from sparseprefill.stages import HeadScope
@@ -33,6 +33,7 @@ class _Rule:
 
     grain: ClassVar[int] = 1
     head_scope: ClassVar[HeadScope] = "head"
+    repeats: ClassVar[bool] = True
 
 
 @frozen
@@ -73,7 +74,7 @@ class StrideRescue(_Rule):
 
     def refine(self, call: AttentionCall, plan: Plan, memory: Memory) -> Plan:
         """Adds a tile in `every`."""
-        rule = Stride(self.every, layer_hash(STRIDE, self.seed, call.layer))
+        rule = Stride(self.every, hash_of_layer(STRIDE, self.seed, call.layer))
         return plan.keep(self.tile, stride=rule, first_head=call.first_head)
 
 
@@ -94,7 +95,7 @@ class RandomRescue(_Rule):
         bound = int(self.share * 2**32)
         if bound == 0:
             return plan
-        rule = Random(bound, layer_hash(RANDOM, self.seed, call.layer))
+        rule = Random(bound, hash_of_layer(RANDOM, self.seed, call.layer))
         return plan.keep(self.tile, random=rule, first_head=call.first_head)
 
 
@@ -159,6 +160,7 @@ class GqaUnion:
 
     grain: ClassVar[int] = 1
     head_scope: ClassVar[HeadScope] = "group"
+    repeats: ClassVar[bool] = True
 
     def refine(self, call: AttentionCall, plan: Plan, memory: Memory) -> Plan:
         """Unites the masks of each group."""

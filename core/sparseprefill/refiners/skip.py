@@ -45,6 +45,7 @@ class SkipSoftmax:
     below: float = field(default=587.0, validator=number(0.0, LONGEST))
     grain: int | None = field(default=128, kw_only=True, validator=maybe(whole()))
     head_scope: ClassVar[HeadScope] = "head"
+    repeats: ClassVar[str] = "prompt"
 
     def workspace(self, call: AttentionCall) -> int:
         """A number a batch row."""

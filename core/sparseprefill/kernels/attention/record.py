@@ -30,6 +30,7 @@ PORTABLE = Family(
         window=True,
         softcap=True,
         sinks=True,
+        repeats=True,
     ),
 )
 """Triton on any GPU, and in Triton's interpreter."""

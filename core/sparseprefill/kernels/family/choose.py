@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import StageError, UnsupportedCallError, frameless, numberless, printed, told
+from sparseprefill.kernels import RECORDING
 from sparseprefill.kernels.family.chips import NONE, Capability, amd, capability
 from sparseprefill.kernels.family.record import Family, Job, Launched, Wanted
 from sparseprefill.mask.mask import SparseMask
@@ -184,11 +185,16 @@ def launched(choice: Choice, job: Job) -> Launched | None:
 
     Of the last in line the error is the caller's, and so is a lack of memory.
     """
+    recording = RECORDING.get()
+    if recording is not None and not choice.family.features.repeats:
+        recording.refuse(f"the kernel {choice.family.name} does not repeat")
     try:
         return _looked_at(choice.family, job, choice.family.launch(job))
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # what compilers and libraries raise has no class in common
+        if recording is not None:
+            recording.refuse(f"the kernel {choice.family.name} failed")
         reduced, exact, _ = _line(families(), capability(job.call.q.device), job.wanted.precision)
         if choice.family is (*reduced, *exact)[-1]:
             raise

@@ -119,7 +119,8 @@ class Features:
     mask; None for any, empty where masks must be of tiles alone. precisions: of `Wanted.precision`. votes: leaves out
     steps whose logits cannot matter, and tells who voted. carry: resumes a softmax. state: leaves one unnormalised.
     requests: several of them in one launch. pages: reads keys and values where they stand; without, it gets a copy.
-    padding, window, softcap, sinks: of the call.
+    padding, window, softcap, sinks: of the call. repeats: it launches by `kernels.launch.enqueue` and torch's operators
+    alone, which a recording sees and repeats for other layers.
     """
 
     dtypes: frozenset[torch.dtype] = field(
@@ -147,6 +148,7 @@ class Features:
     window: bool = field(default=False, validator=ABLE)
     softcap: bool = field(default=False, validator=ABLE)
     sinks: bool = field(default=False, validator=ABLE)
+    repeats: bool = field(default=False, validator=ABLE)
 
     def lacking(self, call: AttentionCall, mask: SparseMask, wanted: Wanted) -> str | None:
         """The need of the call that the kernel does not meet; None where it has all."""

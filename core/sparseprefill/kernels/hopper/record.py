@@ -67,6 +67,7 @@ HOPPER = Family(
         pages=True,
         padding=True,
         sinks=True,
+        repeats=True,
     ),
     objection=objection,
     copied=copied,

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparseprefill.kernels import OfLayer
 from sparseprefill.kernels.launch import enqueue
 from sparseprefill.kernels.settings import FUSED
 from sparseprefill.kernels.steps import batch_row, floor_div
@@ -417,6 +418,8 @@ def _numbers(rules: Rules) -> tuple[Any, ...]:
 
 
 def _signed(word: int) -> int:
+    if isinstance(word, OfLayer):
+        return word.then(_signed)
     return word - (1 << 32) if word >> 31 else word
 
 
