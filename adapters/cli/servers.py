@@ -38,9 +38,8 @@ def vllm_check(
     """Check a configuration for vLLM against a model without starting a server: what it would refuse, and run dense."""
     additional, folder = _read(config), Path(model)
     if not model or not (folder / "config.json").is_file():
-        raise CommandError(
-            f"--model {model or repr(model)}: there is no {folder / 'config.json'}; pass a folder of a model"
-        )
+        there = folder / "config.json"
+        raise CommandError(f"--model {model or repr(model)}: there is no {there}; pass a folder of a model")
     try:
         from transformers import AutoConfig
 
