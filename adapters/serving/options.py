@@ -85,6 +85,11 @@ class Options(Settings):
     source: Source
     profiles: Mapping[str, Source] = field(factory=dict)
 
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """Where all pipelines come from: that for requests that ask for nothing first."""
+        return self.source, *self.profiles.values()
+
     def build(self, registry: Registry | None = None) -> Pipeline | Route:
         """The pipeline, or the route by length, that these options ask for: see `Source.build`."""
         return self.source.build(registry)
