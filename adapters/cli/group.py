@@ -149,7 +149,24 @@ class Group(TyperGroup):
         word = args[0]
         if not word.startswith("-") and self.get_command(ctx, word) is None:
             ctx.fail(f"there is no command {word!r}{nearest(word, self.list_commands(ctx))}")
-        return super().resolve_command(ctx, args)
+        found = super().resolve_command(ctx, args)
+        for one in found[1].params:
+            _refuse_empty(one)
+        return found
+
+
+def _refuse_empty(parameter: Any) -> None:
+    """Have an option or argument for paths refuse an empty one, which as a Path is the working directory."""
+    process = parameter.process_value
+
+    def checked(ctx: Any, value: Any) -> Any:
+        found = process(ctx, value)
+        given, made = (x if isinstance(x, list | tuple) else [x] for x in (value, found))
+        if any(text == "" and isinstance(path, Path) for text, path in zip(given, made, strict=False)):
+            raise CommandError(f"{max(parameter.opts, key=len)} '': it names no file; pass the path of one")
+        return found
+
+    parameter.process_value = checked
 
 
 def _unparsed(error: Any) -> str:

@@ -37,8 +37,9 @@ def vllm_check(
 ) -> None:
     """Check a configuration for vLLM against a model without starting a server: what it would refuse, and run dense."""
     additional, folder = _read(config), Path(model)
-    if not (folder / "config.json").is_file():
-        raise CommandError(f"--model {model}: there is no {folder / 'config.json'}; pass a folder of a model")
+    if not model or not (folder / "config.json").is_file():
+        there = folder / "config.json"
+        raise CommandError(f"--model {model or repr(model)}: there is no {there}; pass a folder of a model")
     try:
         from transformers import AutoConfig
 
@@ -186,4 +187,4 @@ def _read(config: str) -> Mapping[str, Any]:
         text = config if config.lstrip().startswith("{") else structure.read(config)
         return structure.table(structure.parsed(text, loads, kind))
     except ParameterError as error:
-        raise CommandError(f"{config}: {error}; give JSON, or a .json or .toml file") from error
+        raise CommandError(f"{config or repr(config)}: {error}; give JSON, or a .json or .toml file") from error

@@ -61,6 +61,8 @@ def read(path: str | Path) -> list[Text]:
     tokenizer's chat template. No tokenizer is needed yet. Raises ParameterError, which names file and line, for what is
     none of that.
     """
+    if path == "":
+        raise ParameterError("prompts is '': pass the path of a file or folder")
     path = Path(path)
     if path.is_dir():
         files = sorted(one for one in path.iterdir() if one.suffix.lower() in SUFFIXES)

@@ -12,8 +12,9 @@ from sparseprefill.errors import StageError, frameless
 from sparseprefill.pages import Pages
 from sparseprefill.plan import Result
 
+from ..session.codes import Code, Why
 from ..session.session import Fallback, Prefill
-from .failures import ends_engine, reason
+from .failures import code_of, ends_engine, reason
 from .layer import Layer
 from .parts import Part
 from .runtime import Runtime
@@ -85,7 +86,7 @@ def run(
 def _call(runtime: Runtime, layer: Layer, part: Part, rows: Tensor, read: Read) -> tuple[AttentionCall, bool] | None:
     """The session's call for a part, and True if its keys are copies; None where the host shall compute it."""
     if part.prefill is None or part.reason is not None:
-        decline(runtime, layer, part, part.reason or "the request is unknown")
+        decline(runtime, layer, part, part.reason or "the request is unknown", Code.REQUEST)
         return None
     try:
         found = read(part)
@@ -137,7 +138,7 @@ def _output(
     served: Served, layer: Layer, part: Part, call: AttentionCall, outcome: Result | Fallback, slow: bool
 ) -> Tensor | None:
     if isinstance(outcome, Fallback):
-        _count(served, layer, part, outcome.reason)
+        _count(served, layer, part, outcome.why)
         if outcome.chosen and slow:
             return _whole(served, layer, call)
         part.small = outcome if outcome.small else None
@@ -166,14 +167,14 @@ def _again(runtime: Runtime, layer: Layer, part: Part) -> bool:
     if part.row is None or part.small is None:
         return False
     served, shape = part.served or runtime.main, (1, part.end - part.begin, part.row.end)
-    _count(served, layer, part, served.session.again(layer.index, part.small, shape).reason)
+    _count(served, layer, part, served.session.again(layer.index, part.small, shape).why)
     return True
 
 
 def _fail(runtime: Runtime, layer: Layer, part: Part, error: Exception) -> None:
     """The host computes the part, and the error is the reason."""
     _survive(layer, error)
-    decline(runtime, layer, part, reason(error))
+    decline(runtime, layer, part, reason(error), code_of(error))
 
 
 def _survive(layer: Layer, error: Exception) -> None:
@@ -184,18 +185,18 @@ def _survive(layer: Layer, error: Exception) -> None:
     frameless(error)
 
 
-def decline(runtime: Runtime, layer: Layer, part: Part, reason: str) -> None:
-    """Leave a part to the host in this layer, and record why."""
+def decline(runtime: Runtime, layer: Layer, part: Part, reason: str, code: Code = Code.LAYER) -> None:
+    """Leave a part to the host in this layer, and record why. code: the reason's, by default a layer's own."""
     if part.row is not None:
         served, shape = part.served or runtime.main, (1, part.end - part.begin, part.row.end)
-        _count(served, layer, part, served.session.decline(layer.index, reason, shape).reason)
+        _count(served, layer, part, served.session.decline(layer.index, reason, shape, code).why)
 
 
-def _count(served: Served, layer: Layer, part: Part, reason: str) -> None:
+def _count(served: Served, layer: Layer, part: Part, why: Why) -> None:
     """The layer ran the part dense."""
-    served.tally.fallback(layer.index, reason)
+    served.tally.fallback(layer.index, why)
     if part.chunk is not None:
-        part.chunk.reasons[reason] += 1
+        part.chunk.reasons[why] += 1
         _end(part.chunk)
 
 
@@ -203,3 +204,5 @@ def _end(chunk: Chunk) -> None:
     """Count a chunk whose last layer is through."""
     if chunk.sparse + chunk.reasons.total() == chunk.layers:
         chunk.settle()
+        if chunk.step is not None:
+            chunk.step.through()

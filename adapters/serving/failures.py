@@ -7,6 +7,10 @@ from collections.abc import Iterator
 
 import torch
 
+from sparseprefill.errors import UnsupportedCallError
+
+from ..session.codes import Code
+
 ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 LONGEST = 300
 """Characters of a reason: it stands in a report and is a label of a metric."""
@@ -32,13 +36,23 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"[:LONGEST]
 
 
+def code_of(error: BaseException) -> Code:
+    """The code of an error that left a call to the host."""
+    if isinstance(error, UnsupportedCallError):
+        return Code.UNSUPPORTED
+    return Code.MEMORY if any(_short_of_memory(one) for one in _chain(error)) else Code.ERROR
+
+
+def _short_of_memory(error: BaseException) -> bool:
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "out of memory" in reason(error).lower()
+
+
 def _lost(error: BaseException) -> bool:
-    text = reason(error)
-    if isinstance(error, torch.OutOfMemoryError) or "out of memory" in text.lower():
+    if _short_of_memory(error):
         return False
     if isinstance(error, torch.AcceleratorError) or type(error).__name__ in ("DistError", "DistBackendError"):
         return True
-    return isinstance(error, RuntimeError) and DEAD.search(text) is not None
+    return isinstance(error, RuntimeError) and DEAD.search(reason(error)) is not None
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -9,7 +9,7 @@ from typing import Any
 from attrs import asdict, field, fields, frozen
 
 from sparseprefill.breakeven.gate import AUTO, GateChoice
-from sparseprefill.config import KEYS, check_keys, from_config
+from sparseprefill.config import KEYS, as_data, check_keys, from_config
 from sparseprefill.errors import ParameterError, UnknownMethodError, nearest, printed
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.registry import Registry
@@ -45,7 +45,8 @@ class Source:
         ParameterError or UnknownMethodError name the key at fault.
         """
         if not isinstance(self.pipeline, str):
-            return from_config(self.pipeline, registry=registry, at=self.at)
+            with as_data():
+                return from_config(self.pipeline, registry=registry, at=self.at)
         try:
             return from_config(self.pipeline, registry=registry)
         except (ParameterError, UnknownMethodError) as error:
@@ -83,6 +84,11 @@ class Options(Settings):
 
     source: Source
     profiles: Mapping[str, Source] = field(factory=dict)
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """Where all pipelines come from: that for requests that ask for nothing first."""
+        return self.source, *self.profiles.values()
 
     def build(self, registry: Registry | None = None) -> Pipeline | Route:
         """The pipeline, or the route by length, that these options ask for: see `Source.build`."""

@@ -14,11 +14,13 @@ from sparseprefill.call import AttentionCall, resized
 from sparseprefill.errors import AttachError, ParameterError, SparsePrefillError
 from sparseprefill.route import Route
 
+from ..session.codes import Code, Why
 from ..session.report import Report
 from ..session.session import Prefill, Session
 from .failures import reason
 from .model import Model
 from .options import NO_GATE, TABLE, Options, Source
+from .pace import Pace
 from .requests import Requests, Row
 from .summary import SECONDS, Summary, every
 from .tally import Chunk, Owner, Served, Tally
@@ -59,12 +61,15 @@ class Runtime:
     warmed: set[object] = field(factory=set, init=False)
     surveyed: bool = field(default=False, init=False)
     foretold: bool = field(default=False, init=False)
+    informed: bool = field(default=False, init=False)
     chunks: list[Chunk | None] = field(factory=list, init=False)
+    pace: Pace = field(init=False)
     _step: tuple[object, list[Prefill]] | None = field(default=None, init=False)
     _warned: set[str] = field(factory=set, init=False)
 
     def __attrs_post_init__(self) -> None:
         self.main = Served(self.session, self.tally)
+        self.pace = Pace(self.tally.summary.step)
         self.unread = self.model.identity.layers - 1 if self.options.skip_unread else None
 
     @classmethod
@@ -108,11 +113,17 @@ class Runtime:
         if self._step is None or self._step[0] is not step or len(self._step[1]) != len(rows):
             for one in self.every:
                 one.session.read_recall()
+            self.pace.read()
             self.settle()
             finished = self.requests.finished
             others = decoding([*self.requests.names, *(row.name for row in rows)]) if len(self.requests) else {}
             self._step = (step, self.requests.step(rows, others, self.alive))
             self.chunks = [self._begin(row) for row in rows]
+            begun = [chunk for chunk in self.chunks if chunk is not None]
+            if begun:
+                timed = self.pace.begin(sum(row.end - row.start for row in rows), len(begun))
+                for chunk in begun:
+                    chunk.step = timed
             if self.requests.finished > finished and log.isEnabledFor(logging.DEBUG):
                 self._tell()
         for chunk in self.chunks:
@@ -136,6 +147,7 @@ class Runtime:
 
         A step that is under way is none of it, however long it takes: time tells nobody that it is over.
         """
+        self.pace.read()
         line = self.tally.summary.line()
         if line is not None:
             log.info("sparseprefill: %s", line)
@@ -156,27 +168,29 @@ class Runtime:
             served.session.note(ENDLESS)
         if tokens < self.options.min_query:
             served.session.count_short()
-            served.tally.dense(tokens, f"fewer than {self.options.min_query} tokens")
+            served.tally.dense(tokens, Why(Code.SHORT, f"fewer than {self.options.min_query} tokens"))
             return None
         dense = self._dense(row.asked)
         if dense is None:
             return served.tally.chunk(tokens, row.end)
         why, detail = dense
-        if detail and why not in self._warned:
-            self._warned.add(why)
+        if detail and why.text not in self._warned:
+            self._warned.add(why.text)
             log.warning("sparseprefill: a request runs dense: %s", detail)
-        served.session.note(why)
+        served.session.note(why.text)
         served.tally.dense(tokens, why)
         return None
 
-    def _dense(self, asked: object) -> tuple[str, str] | None:
+    def _dense(self, asked: object) -> tuple[Why, str] | None:
         """Reason for which a request that asks for this stays dense, and the log's words on the first; None where it
         does not."""
         if asked is None or (isinstance(asked, str) and asked in self.profiles):
             return None
         if isinstance(asked, Unknown):
-            return asked.why, asked.detail or asked.why
-        return (ASKED_DENSE, "") if asked == OFF else (NO_PROFILE, str(self.options.unknown(asked)))
+            return Why(Code.UNKNOWN, asked.why), asked.detail or asked.why
+        if asked == OFF:
+            return Why(Code.OFF, ASKED_DENSE), ""
+        return Why(Code.NO_PROFILE, NO_PROFILE), str(self.options.unknown(asked))
 
     def expect(self, layers: Sequence[tuple[int, str | None]]) -> None:
         """Name all layers of this process, and why they will stay dense; say in the log what will run how.
@@ -213,6 +227,7 @@ class Runtime:
             except SparsePrefillError as error:  # a gate that fails leaves requests dense, and ends no start
                 log.warning("sparseprefill: %s: from which length on prompts run sparse: %s", route.name, reason(error))
                 continue
+            one.tally.gate = "never" if least is None else str(least)
             if least is not None:
                 text = "sparseprefill: by the gate, prompts of some %d tokens and more run %s in steps of %d"
                 log.info(text, least, route.name, step)
@@ -223,6 +238,14 @@ class Runtime:
             text = f"no prompt of up to {longest} tokens runs {route.name} in steps of {step}: {LEFT_DENSE}{more}"
             log.warning("sparseprefill: %s", with_remedy(text, NO_GATE))
             one.session.note(text)
+        self.inform()
+
+    def inform(self) -> None:
+        """Tell the metrics what runs, once: when no more is to be known of it."""
+        if not self.informed:
+            self.informed = True
+            for one in self.every:
+                one.tally.inform(self.requests.chunk)
 
     def leave(self, what: str, count: int = 1) -> None:
         """Note in the reports that so many layers are no concern of the methods: they run as without them."""
@@ -237,8 +260,10 @@ class Runtime:
             log.info(text, name, self.options.min_query, model, host)
             for why, count in dense.items():
                 log.info("sparseprefill: %d of %d layers stay dense: %s", count, layers, why)
-        elif layers:
+            return
+        if layers:
             self.nothing("; ".join(dense))
+        self.inform()  # nobody will foretell anything
 
     def nothing(self, why: str) -> None:
         """Say in log and report that nothing can run sparse, and why; AttachError where `strict` is on."""
@@ -303,4 +328,6 @@ def _served(source: Source, options: Options, model: Model, owner: Owner, summar
         hear_recall=tally.recall,
         off=NO_GATE,
     )
+    if session.route.gate is None:
+        tally.gate = "none"
     return Served(session, tally)

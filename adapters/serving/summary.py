@@ -34,6 +34,7 @@ class Kind:
 class Summary:
     """Account of prefill since `line` was last called. Threads may share it. clock: seconds.
 
+    Tokens per second are those of the steps whose time is known, by that time: no waiting for requests is in it.
     A density is told with the calls that it was measured on: chunks are counted when they are over, and figures come
     from the device earlier or later, so those of a kind that no line has told yet wait for it.
     """
@@ -41,7 +42,7 @@ class Summary:
     clock: Callable[[], float] = time.monotonic
     _since: float = field(init=False)
     _sparse: int = field(default=0, init=False)
-    _tokens: int = field(default=0, init=False)
+    _timed: tuple[int, float] = field(default=(0, 0.0), init=False)
     _reasons: Kinds = field(factory=Kinds, init=False)
     _calls: Counter[Kind] = field(factory=Counter, init=False)
     _measured: dict[Kind, tuple[float, int]] = field(factory=dict, init=False)
@@ -50,16 +51,19 @@ class Summary:
     def __attrs_post_init__(self) -> None:
         self._since = self.clock()
 
-    def dense(self, tokens: int, reason: str) -> None:
+    def dense(self, reason: str) -> None:
         """One chunk of a prompt ran dense, for this reason."""
         with self._lock:
-            self._tokens += tokens
             self._reasons.add(reason)
 
-    def sparse(self, tokens: int, kind: Kind, calls: int) -> None:
+    def step(self, tokens: int, seconds: float) -> None:
+        """A step took so long for so many tokens of prompts."""
+        with self._lock:
+            self._timed = self._timed[0] + tokens, self._timed[1] + seconds
+
+    def sparse(self, kind: Kind, calls: int) -> None:
         """One chunk of a prompt ran sparse, in so many layers."""
         with self._lock:
-            self._tokens += tokens
             self._sparse += 1
             self._calls[kind] += calls
             _forget(self._calls)
@@ -75,20 +79,20 @@ class Summary:
         """In words; None where there was no prefill. Begins anew."""
         with self._lock:
             now, begun = self.clock(), self._since
-            sparse, tokens, reasons, calls = self._sparse, self._tokens, self._reasons.counts(), self._calls
-            self._since, self._sparse, self._tokens = now, 0, 0
+            sparse, reasons, calls = self._sparse, self._reasons.counts(), self._calls
+            self._since, self._sparse = now, 0
             self._reasons, self._calls = Kinds(), Counter()
             measured = {kind: self._measured.pop(kind, (0.0, 0)) for kind in calls}
-        if not sparse and not reasons:
-            return None
+            if not sparse and not reasons:
+                return None
+            (tokens, seconds), self._timed = self._timed, (0, 0.0)
         dense = f"{sum(reasons.values())} dense"
         if reasons:
             why, count = max(reasons.items(), key=lambda one: one[1])
             dense += f" ({count}x {why})"
-        seconds = max(now - begun, 1e-9)
-        parts = [f"{sparse} sparse", dense, *_densities(calls, measured)]
-        parts.append(f"{tokens / seconds:.1f} tokens/s of prefill")
-        return f"prefill chunks of the last {seconds:.0f} s: {', '.join(parts)}"
+        pace = [f"{tokens / seconds:.1f} tokens/s of prefill"] if seconds > 0 else []
+        parts = [f"{sparse} sparse", dense, *_densities(calls, measured), *pace]
+        return f"prefill chunks of the last {now - begun:.0f} s: {', '.join(parts)}"
 
 
 def _forget(kinds: dict[Kind, Any]) -> None:

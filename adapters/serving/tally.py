@@ -12,14 +12,17 @@ from typing import Any
 
 from attrs import define, field, frozen
 
+from sparseprefill import __version__
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import numberless
 from sparseprefill.plan import Result
 
+from ..session.codes import Code, Why
 from ..session.kinds import MOST, OTHERS
 from ..session.ledger import Uncounted
 from ..session.session import Session
 from ..session.watch import CallRecall
+from .pace import Step
 from .summary import Kind, Summary
 
 CLASSES = 4
@@ -34,10 +37,10 @@ DENSITIES = (0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 
 """Upper bounds of the histogram of density."""
 METRICS: dict[str, tuple[str, str, tuple[str, ...], tuple[float, ...]]] = {
     "prefill_chunks": ("Counter", "Chunks of prompts; sparse if any layer ran sparse.", ("mode",), ()),
-    "dense_chunks": ("Counter", "Of these chunks the dense ones, by reason.", ("reason",), ()),
+    "dense_chunks": ("Counter", "Of these chunks the dense ones, by reason.", ("code", "reason"), ()),
     "prefill_tokens": ("Counter", "Tokens of these chunks.", ("mode",), ()),
     "prefill_calls": ("Counter", "Calls, one per layer and chunk, by how they ran.", ("layers", "mode"), ()),
-    "fallbacks": ("Counter", "Calls that ran dense, by reason.", ("layers", "reason"), ()),
+    "fallbacks": ("Counter", "Calls that ran dense, by reason.", ("layers", "code", "reason"), ()),
     "pairs": ("Counter", "Query-key pairs, computed and causal, with `measure`.", ("layers", "kind"), ()),
     "density": ("Histogram", "Share of the causal pairs computed, in measured calls.", ("layers",), DENSITIES),
     "recall": (
@@ -53,9 +56,16 @@ METRICS: dict[str, tuple[str, str, tuple[str, ...], tuple[float, ...]]] = {
         *(("layers",), ROW_RECALLS),
     ),
     "low_recall_calls": ("Counter", "Measured calls with recall below strict_recall.", ("layers",), ()),
+    "info": (
+        *("Gauge", "1: what runs, the tokens from which the gate lets prompts run sparse, and those of a step."),
+        *(("gate", "steps", "version"), ()),
+    ),
 }
 """By name: kind, what it says, its labels beside those of the owner, and a histogram's upper bounds."""
 PREFIX = "sparseprefill:"
+NO_LAYER = Why(Code.LAYER, "no layer can run sparse")
+MERGED = {"Gauge": {"multiprocess_mode": "max"}}
+"""How processes of a server share a metric of a kind: else prometheus_client tells them apart by a label of its own."""
 log = logging.getLogger(__name__)
 
 
@@ -74,17 +84,25 @@ class Owner:
 class Tally:
     """Counts of one method of an engine in one process, told to Prometheus and to the summary in the log.
 
-    measure: count every call's pairs, too (host sync a call). layers: of the model, 0 where that is not known.
+    measure: count every call's pairs, too (host sync a call). layers: of the model, 0 where that is not known. gate:
+    tokens from which the gate lets prompts run sparse, as a label: "none" without a gate, "never" where it lets none.
     """
 
     measure: bool = False
     layers: int = 0
     owner: Owner = field(factory=Owner)
+    gate: str = field(default="unknown", init=False)
     summary: Summary = field(factory=Summary)
     _pairs: dict[int, tuple[int, int]] = field(factory=dict, init=False)
     _children: dict[tuple[str, ...], Any] = field(factory=dict, init=False)
     _classes: dict[int, str] = field(factory=dict, init=False)
     _labels: set[str] = field(factory=set, init=False)
+
+    def inform(self, steps: int) -> None:
+        """Say what runs, in steps of so many tokens."""
+        child = self._child("info", self.gate, str(steps), __version__)
+        if child is not None:
+            child.set(1)
 
     def chunk(self, tokens: int, keys: int) -> Chunk:
         """A prompt's chunk that begins: its tokens, and the keys of its calls."""
@@ -103,22 +121,22 @@ class Tally:
             if allowed:
                 self._density(layers, call.kv_len, done / allowed)
 
-    def fallback(self, layer: int, reason: str) -> None:
+    def fallback(self, layer: int, why: Why) -> None:
         """A layer ran a request's chunk dense."""
         layers = self.layer_class(layer)
         self._count("prefill_calls", 1, layers, "dense")
-        self._count("fallbacks", 1, layers, self._label(reason))
+        self._count("fallbacks", 1, layers, why.code, self._label(why.text))
 
-    def dense(self, tokens: int, reason: str) -> None:
+    def dense(self, tokens: int, why: Why) -> None:
         """A chunk is through all layers, and none ran it sparse, for this reason."""
         self._settle(tokens, "dense")
-        self._count("dense_chunks", 1, self._label(reason))
-        self.summary.dense(tokens, reason)
+        self._count("dense_chunks", 1, why.code, self._label(why.text))
+        self.summary.dense(why.text)
 
     def sparse(self, tokens: int, keys: int, calls: int) -> None:
         """A chunk is through all layers, and so many ran it sparse. keys: of its calls."""
         self._settle(tokens, "sparse")
-        self.summary.sparse(tokens, Kind(self.owner.profile, keys), calls)
+        self.summary.sparse(Kind(self.owner.profile, keys), calls)
 
     def recall(self, found: CallRecall) -> None:
         """The recall of a measured call is known, and its density."""
@@ -200,15 +218,16 @@ class Chunk:
 
     tokens: its own; keys: of its calls. sparse, reasons: how many layers ran it sparse until now, and why the others
     did not. layers: how many will run it, as far as anybody knows: it is counted when the last of them is through, and
-    where nobody knows at the beginning of the next step. settled: whether it has been.
+    where nobody knows at the beginning of the next step. settled: whether it has been. step: that it is part of.
     """
 
     tally: Tally
     tokens: int
     keys: int
+    step: Step | None = field(default=None, init=False)
     layers: int = field(default=0, init=False)
     sparse: int = field(default=0, init=False)
-    reasons: Counter[str] = field(factory=Counter, init=False)
+    reasons: Counter[Why] = field(factory=Counter, init=False)
     settled: bool = field(default=False, init=False)
 
     def settle(self) -> None:
@@ -219,8 +238,8 @@ class Chunk:
         if self.sparse:
             self.tally.sparse(self.tokens, self.keys, self.sparse)
         else:
-            ((reason, _),) = self.reasons.most_common(1) or [("no layer can run sparse", 0)]
-            self.tally.dense(self.tokens, reason)
+            ((why, _),) = self.reasons.most_common(1) or [(NO_LAYER, 0)]
+            self.tally.dense(self.tokens, why)
 
 
 @cache
@@ -231,7 +250,7 @@ def _metrics() -> dict[str, Any]:
 
         return {
             name: getattr(prometheus_client, kind)(
-                PREFIX + name, about, [*OWNER, *labels], **({"buckets": bounds} if bounds else {})
+                PREFIX + name, about, [*OWNER, *labels], **({"buckets": bounds} if bounds else MERGED.get(kind, {}))
             )
             for name, (kind, about, labels, bounds) in METRICS.items()
         }

@@ -34,13 +34,13 @@ STRICT = fitting("", lambda value: value is None or is_number(value, 0, 1), "a n
 def _indices(layers: Iterable[int] | None) -> tuple[int, ...] | None:
     if layers is None:
         return None
-    remedy = "pass layer indices, such as range(4, 32), or None"
+    remedy = "pass layer indices, such as [4, 5, 6], or None"
     try:
         chosen = list(itertools.islice(None if isinstance(layers, str | bytes | Mapping) else layers, MOST_LAYERS + 1))  # type: ignore[arg-type]
     except TypeError:
         raise ParameterError(f"layers is {printed(layers)}: {remedy}") from None
     if not chosen:
-        raise ParameterError("layers is empty: pass the layers to run sparse, such as range(4, 32), or None for all")
+        raise ParameterError("layers is empty: pass the layers to run sparse, such as [4, 5, 6], or None for all")
     if len(chosen) > MOST_LAYERS:
         raise ParameterError(f"layers is {printed(layers)}, which has more than {MOST_LAYERS} indices: {remedy}")
     if any(not isinstance(layer, int) or isinstance(layer, bool) for layer in chosen):

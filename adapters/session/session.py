@@ -23,6 +23,7 @@ from sparseprefill.pipeline import SHARE, Pipeline
 from sparseprefill.plan import Kernel, Plan, Planned, Remark, Result
 from sparseprefill.route import Route, gated
 
+from .codes import Code, Why
 from .kinds import MOST, Kinds
 from .ledger import LayerRecord, Room
 from .options import HostOptions
@@ -53,12 +54,19 @@ class Fallback:
     """The host shall run its own dense attention; the reason is recorded already.
 
     chosen: the choice of a gate or a profile and nothing else, so that `Session.whole` can compute the call as well.
-    small: chosen by the call's sizes alone, so that other layers of the forward get the same (`Session.again`).
+    small: chosen by the call's sizes alone, so that other layers of the forward get the same (`Session.again`). code:
+    the reason's, for metrics.
     """
 
     reason: str
     chosen: bool = False
     small: bool = False
+    code: Code = Code.UNSUPPORTED
+
+    @property
+    def why(self) -> Why:
+        """The reason with its code."""
+        return Why(self.code, self.reason)
 
 
 @define(eq=False)
@@ -220,7 +228,9 @@ class Session:
     def again(self, layer: int, verdict: Fallback, shape: tuple[int, int, int]) -> Fallback:
         """Record a call of the same sizes as one that was left dense for them: as `run` does, without asking again."""
         chosen = self.layers is None or layer in self.layers
-        return self._dense(layer, verdict.reason if chosen else NOT_CHOSEN, shape)
+        if not chosen:
+            return self._dense(layer, NOT_CHOSEN, shape, code=Code.LAYERS)
+        return self._dense(layer, verdict.reason, shape, code=verdict.code)
 
     def whole(self, call: AttentionCall) -> Tensor | None:
         """Output ``[B, Hq, Nq, Dv]`` of dense attention by the pipeline's executor; None where it cannot run the call.
@@ -233,18 +243,18 @@ class Session:
         self.note(WHOLE)
         return found.out
 
-    def decline(self, layer: int, reason: str, shape: tuple[int, int, int]) -> Fallback:
-        """Record that a prefill call of `shape` (batch rows, queries, keys) is left to the host.
+    def decline(self, layer: int, reason: str, shape: tuple[int, int, int], code: Code = Code.UNSUPPORTED) -> Fallback:
+        """Record that a prefill call of `shape` (batch rows, queries, keys) is left to the host. code: the reason's.
 
         The first call for a kind of reason is logged as a warning. Raises UnsupportedCallError if `strict`.
         """
         if self.layers is not None and layer not in self.layers:
-            return self._dense(layer, NOT_CHOSEN, shape)
+            return self._dense(layer, NOT_CHOSEN, shape, code=Code.LAYERS)
         if self.strict:
             raise UnsupportedCallError([f"layer {layer}: {reason}"])
         with self._lock:
             first = self._declined.add(reason)
-            fallback = self._dense(layer, reason, shape)
+            fallback = self._dense(layer, reason, shape, code=code)
         if first and self._warn:
             log.warning("%s: layer %d runs dense: %s", self.route.name, layer, reason)
         return fallback
@@ -338,7 +348,7 @@ class Session:
     def _choose(self, call: AttentionCall, prefill: Prefill) -> Pipeline | Result | Fallback:
         """The pipeline for the call of a request; or what the call comes to without one."""
         if self.layers is not None and call.layer not in self.layers:
-            return self._dense(call.layer, NOT_CHOSEN, sizes(call))
+            return self._dense(call.layer, NOT_CHOSEN, sizes(call), code=Code.LAYERS)
         if call.window is not None:
             return self._sliding(call)
         try:
@@ -348,7 +358,8 @@ class Session:
         if choice.gated:
             self._tell_gated(choice.dense)
         if choice.dense:
-            return self._dense(call.layer, choice.dense, sizes(call), chosen=True, small=not choice.of_layer)
+            code = Code.GATE if choice.gated else Code.PROFILE
+            return self._dense(call.layer, choice.dense, sizes(call), chosen=True, small=not choice.of_layer, code=code)
         if choice.note:
             self.note(choice.note)
         return choice.pipeline
@@ -418,13 +429,22 @@ class Session:
             self._count_kernels(result, executor.given)
         return result
 
-    def _dense(self, layer: int, reason: str, shape: tuple[int, int, int], **why: bool) -> Fallback:
-        """Record a call that the host computes. why: see Fallback."""
+    def _dense(
+        self,
+        layer: int,
+        reason: str,
+        shape: tuple[int, int, int],
+        *,
+        code: Code,
+        chosen: bool = False,
+        small: bool = False,
+    ) -> Fallback:
+        """Record a call that the host computes: see Fallback."""
         with self._lock:
             record = self._record(layer)
             record.count("dense", shape)
             record.reasons.add(reason)
-        return Fallback(reason, **why)
+        return Fallback(reason, chosen, small, code)
 
     def _count_kernels(self, result: Result, executor: object) -> None:
         """Count the kernels that served; of an executor that does not tell, its name."""

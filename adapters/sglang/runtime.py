@@ -84,7 +84,10 @@ def make_runtime(runner: Any, options: Options, host: str) -> Runtime:
 
 
 def check_model(runner: Any, options: Options, host: str) -> None:
-    """Raises what `make_runtime` would raise of options and the model's configuration; its layers need not be there."""
+    """Raises what wrong options raise, whatever the model is, and what `make_runtime` would raise of its configuration;
+    its layers need not be there."""
+    for source in options.sources:
+        source.build()
     _check_attention(runner)
     Runtime.made(options, _model(runner, (), host), _owner(runner))
 

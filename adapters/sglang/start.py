@@ -21,7 +21,7 @@ EAGER = ("breakable", "disabled")
 def check(runner: Any, *args: object, **kwargs: object) -> None:
     """Before SGLang's ``ModelRunner.load_model``: raises what `make` would raise of options that do not fit the server,
     or the model."""
-    if runner.is_draft_worker or not known.selected(runner.server_args):
+    if runner.is_draft_worker or not _named(runner.server_args):
         return
     from sglang.srt.model_executor.model_runner_components.attention_backend_setup import (
         resolve_attention_backend_strs,
@@ -30,6 +30,11 @@ def check(runner: Any, *args: object, **kwargs: object) -> None:
     options, name = given(), resolve_attention_backend_strs(model_runner=runner).decode
     check_host(name)
     check_model(runner, options, name)
+
+
+def _named(server_args: Any) -> bool:
+    """True if any flag names us, whatever else SGLang makes of it."""
+    return known.selected(server_args) or getattr(server_args, "decode_attention_backend", None) == SWITCH
 
 
 def check_host(name: str) -> None:

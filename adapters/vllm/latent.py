@@ -288,6 +288,7 @@ def _announce(backend: Any) -> None:
         layers = [layer_of(one) for _, one in served(runtime, config, MLAAttention)]
         reasons = [(one.index, short or reason_of(runtime, config, one, heads, device)) for one in layers]
         survey(runtime, config, reasons)
+        runtime.inform()
 
 
 def _nothing(common: Any) -> None:

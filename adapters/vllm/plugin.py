@@ -65,7 +65,7 @@ def _register() -> None:
     register_backend(AttentionBackendEnum.CUSTOM, CUDA_BACKEND)
     register_backend(AttentionBackendEnum.CPU_ATTN, CPU_BACKEND)
     _register_prefill()
-    for why in watch_requests():
+    for why in (*watch_requests(), *watch_starts()):
         _warn(why)
 
 
@@ -116,6 +116,19 @@ def watch_requests() -> list[str]:
     found = {"requests that ask for what is not there run dense instead of being refused": unseen}
     found["the prefix cache cannot tell apart what requests ask for"] = shared
     return [f"{what}: {why}" for what, why in found.items() if why]
+
+
+def watch_starts() -> list[str]:
+    """Read the options of every engine that a flag of ours is given to; why that cannot be, if it cannot."""
+    from .start import install
+
+    try:
+        from vllm.v1.executor.abstract import Executor
+
+        why = install(Executor)
+    except ImportError as error:
+        why = str(error)
+    return [f"options are not read where the model has no layer for the backend: {why}"] if why else []
 
 
 def objection(version: str) -> str | None:

@@ -9,11 +9,13 @@ import logging
 import multiprocessing
 import os
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from attrs import define, field
 
 from sparseprefill.errors import AttachError
+from sparseprefill.route import Route, gated
 
 from ..serving import runtime
 from ..serving.model import Model, model_of
@@ -131,9 +133,21 @@ def make_runtime(config: Any, attention: str) -> Runtime:
     check_chunk(config, options)
     check_unread(config, options)
     made = Runtime.made(options, model, _owner(config))
-    for source, served in zip((options.source, *options.profiles.values()), made.every, strict=True):
+    for source, served in zip(options.sources, made.every, strict=True):
         check_grain(options.chunk, served.session.route, source.at)
     return made
+
+
+def check_options(config: Any, options: Options, model: Model | None) -> None:
+    """Raises what `make_runtime` would raise of them. model: all of it; None for one that does not attend."""
+    check_chunk(config, options)
+    check_unread(config, options)
+    if model is None:
+        routes = [Route.of(gated(source.build(), source.gate)) for source in options.sources]
+    else:
+        routes = [served.session.route for served in Runtime.made(options, model, _owner(config)).every]
+    for source, route in zip(options.sources, routes, strict=True):
+        check_grain(options.chunk, route, source.at)
 
 
 def step_of(config: Any, options: Options) -> int:
@@ -142,19 +156,27 @@ def step_of(config: Any, options: Options) -> int:
     return step if options.chunk is None else min(step, options.chunk)
 
 
+def whole_model(config: Any, attention: str) -> Model:
+    """The model that an engine serves, with all of its heads. AttachError where it has none."""
+    return model_of(*_given(config, attention))
+
+
+def _given(config: Any, attention: str) -> tuple[Any, Sequence[str] | None, str, str]:
+    model = config.model_config
+    return model.hf_text_config, getattr(model.hf_config, "architectures", None), str(model.model), attention
+
+
 def _model(config: Any, attention: str) -> Model:
     model, parallel = config.model_config, config.parallel_config
-    names = getattr(model.hf_config, "architectures", None)
-    given = (model.hf_text_config, names, str(model.model), attention)
     if parallel.tensor_parallel_size == 1:
-        return model_of(*given)
+        return whole_model(config, attention)
     from vllm.distributed import get_tensor_model_parallel_rank
 
     query = int(model.get_num_attention_heads(parallel))
     # Of latent attention vLLM counts one KV head, which is the cache's; the backend sees one for each query head.
     heads = query, query if getattr(model, "use_mla", False) else int(model.get_num_kv_heads(parallel))
     rank = int(get_tensor_model_parallel_rank())
-    return model_of(*given, heads=heads, rank=rank)
+    return model_of(*_given(config, attention), heads=heads, rank=rank)
 
 
 def _owner(config: Any) -> Owner:

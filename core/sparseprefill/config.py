@@ -32,6 +32,7 @@ DEEPEST = 32
 _DEPTH: ContextVar[int] = ContextVar("depth", default=0)
 """Methods around the one that is made now, as its `inner`."""
 WHOLE = "the configuration"
+A_PROFILE = "give the path of a file of sparseprefill fit"
 KEYS = ("corrector", "executor", "gate", "method", "name", "parameters", "profile", "recall", "refiners", "union")
 
 
@@ -53,9 +54,20 @@ def from_config(
     registry = default_registry() if registry is None else registry
     if not isinstance(source, str | Path):
         return _Reader(registry, Path()).pipeline(source, at)
+    if source == "":
+        raise ParameterError("the configuration is '': pass the path of a .toml or .json file")
     path = Path(source)
-    with _located(str(source)):
+    with _located(str(source)), as_data():
         return _Reader(registry, path.parent).pipeline(_load(path), at)
+
+
+@contextmanager
+def as_data() -> Iterator[None]:
+    """While a table is read that somebody wrote as JSON or TOML, not in Python: errors say ``true or false``."""
+    try:
+        yield
+    except (ParameterError, UnknownMethodError) as error:
+        raise type(error)(structure.for_data(str(error))) from error
 
 
 @contextmanager
@@ -226,7 +238,7 @@ class _Reader:
             parameters = self._placed(method.config, parameters)
         elif parameters:
             raise ParameterError(f"{here} belong to one method: give its name as method")
-        profile = self.folder / _text(table["profile"], join(at, "profile")) if "profile" in table else None
+        profile = self.folder / _text(table["profile"], join(at, "profile"), A_PROFILE) if "profile" in table else None
         with _located(here, parameters) if profile is None else _located(at, ["profile", *parameters]):
             return self.registry.build(name, profile=profile, **parameters)
 
@@ -275,9 +287,9 @@ def _located(at: str, fields: Iterable[str] = ()) -> Iterator[None]:
         raise type(error)(join(at, text) if named else f"{at}: {text}" if at else text) from error
 
 
-def _text(value: Any, at: str) -> str:
+def _text(value: Any, at: str, remedy: str = "give a name") -> str:
     if not isinstance(value, str) or not value:
-        raise ParameterError(f"{at} is {printed(value)}: give a name")
+        raise ParameterError(f"{at} is {printed(value)}: {remedy}")
     return value
 
 

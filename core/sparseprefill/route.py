@@ -22,6 +22,7 @@ from sparseprefill.profiles.identity import ModelIdentity
 from sparseprefill.profiles.profile import Profile
 from sparseprefill.refiners.recall import Recall, floor_of
 from sparseprefill.stages import Answer, ExecutorStage, Guard
+from sparseprefill.structure import for_data
 from sparseprefill.validate import Check, fitting
 
 
@@ -166,7 +167,8 @@ class Route(Runner):
             try:
                 made.append(find(one.method).pipeline(**{**(one.parameters or {}), **(parameters or {})}))
             except ParameterError as error:
-                raise ParameterError(f"profile of {profile.name}, ranges[{i}].parameters: {error}") from error
+                said = for_data(str(error))  # a profile is a file
+                raise ParameterError(f"profile of {profile.name}, ranges[{i}].parameters: {said}") from error
         return cls(profile.name, tuple(made), profile)
 
     def choose(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import stat
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -22,6 +23,10 @@ MOST = 64 << 20
 """Bytes of a file, beyond which it is none of this library's."""
 KEY = "sparseprefill.key"
 """Metadata of a field that has another name in a file."""
+REMEDY = re.compile(r"(?s)(.*: (?:pass|give) )(.+)")
+"""A message's remedy, behind the value, which may hold any words."""
+IN_PYTHON = re.compile(r"\b(?:True|False|None)\b")
+IN_DATA = {"True": "true", "False": "false", "None": "null"}
 KINDS: Mapping[type, str] = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
 
 
@@ -116,13 +121,16 @@ def _object(kind: Any, value: Any, at: str, *, short: bool) -> Any:
     try:
         return kind(**made)
     except ParameterError as error:
-        raise ParameterError(join(at, str(error))) from error
+        raise ParameterError(join(at, for_data(str(error)))) from error
 
 
 def _checked(kind: Any, check: Any, value: Any, at: str, *, short: bool) -> Any:
     """A value of a kind, checked by its validator first, whose message names the path."""
     if check is not None:
-        check(None, SimpleNamespace(name=at), value)
+        try:
+            check(None, SimpleNamespace(name=at), value)
+        except ParameterError as error:
+            raise ParameterError(for_data(str(error))) from error
     return structure(kind, value, at, short=short)
 
 
@@ -147,6 +155,15 @@ def _key(kind: type, key: object, at: str) -> Any:
 @cache
 def _hints(kind: type) -> dict[str, Any]:
     return get_type_hints(kind, include_extras=True)
+
+
+def for_data(message: str) -> str:
+    """A message on a value of a file or of a server's table, whose remedy says ``true or false`` and ``null`` where it
+    says ``True or False`` and ``None`` to who writes Python."""
+    found = REMEDY.fullmatch(message)
+    if found is None:
+        return message
+    return found[1] + IN_PYTHON.sub(lambda one: IN_DATA[one[0]], found[2])
 
 
 def join(at: str, name: str) -> str:
@@ -187,6 +204,8 @@ def read(path: str | Path, most: int = MOST) -> str:
 
     Pipes and devices, which may never end, and files of more than `most` bytes are not read.
     """
+    if path == "":  # which is the working directory, as a Path
+        raise ParameterError("names no file")
     try:
         path = Path(path)
         found = path.stat()

@@ -45,6 +45,24 @@ def test_what_is_no_whole_number(command: str, option: str, value: str) -> None:
     assert "Input should" not in result.stderr
 
 
+@pytest.mark.parametrize("given", [
+    ("compare", "--prompts"), ("compare", "--config"), ("compare", "--profile"), ("compare", "--html"),
+    ("compare", "--picture"), ("demo", "--picture"), ("fit", "--prompts"), ("fit", "--output"),
+    ("calibrate", "--output"), ("evaluate", "--output"), ("anchors", "--output"), ("cluster", "--output"),
+    ("new", "mine", "--output"), ("try", "a-model", "--output"), ("replay", "http://127.0.0.1:1", "--record"),
+    ("vllm-check", "{}", "--model"), ("vllm-check", "--model", "a-model"),
+], ids=" ".join)  # fmt: skip
+def test_no_name_is_no_file(given: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a path it would be the working directory, and a file in it be read, or written."""
+    (tmp_path / "a.txt").write_text("a prompt")
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    result = invoke(*given, "")
+    assert result.exit_code == 1
+    assert "'': " in result.stderr
+    assert {"a.txt", "config.json"} == {one.name for one in tmp_path.iterdir()}
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [

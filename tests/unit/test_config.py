@@ -195,7 +195,7 @@ def test_unions_within_unions_to_the_last() -> None:
         ({"method": "dense", "parameters": {"blok": 1}}, "parameters.blok is unknown; did you mean 'block'"),
         ({"method": "dense", "parameters": {"block": 0}}, "parameters.block is 0: pass an integer from 1 to 8192"),
         ({"method": "streaming", "parameters": {"self": 1}}, r"parameters\.self is unknown"),
-        ({"method": "dense", "profile": 1}, "profile is 1: give a name"),
+        ({"method": "dense", "profile": 1}, "profile is 1: give the path of a file of sparseprefill fit"),
         ("a\0b.json", r".*cannot be read: is not a path \(embedded null byte\)"),
         ({"method": "streaming", "profile": "a\0b.json"}, r".*is not a path \(embedded null byte\)"),
         ({"method": "streaming", "gate": "a\0b.json"}, r".*is not a path \(embedded null byte\)"),

@@ -36,6 +36,14 @@ def load(request: pytest.FixtureRequest) -> Callable[[Any], object]:
     return LOADERS[request.param]
 
 
+def test_no_name_is_no_file(load: Callable[[Any], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a path it would be the working directory."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ParameterError, match="''") as caught:
+        load("")
+    assert "irectory" not in str(caught.value)
+
+
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
 def test_a_pipe_is_not_waited_for(load: Callable[[Any], object], tmp_path: Path) -> None:
     path, said = tmp_path / "a.json", list[str]()

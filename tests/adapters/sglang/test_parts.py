@@ -199,6 +199,30 @@ def test_wrong_options_end_the_start_ahead_of_the_weights(
     check(SimpleNamespace(**given, server_args=SimpleNamespace(attention_backend="fa3"), is_draft_worker=False))
 
 
+@pytest.mark.parametrize("flag", ["prefill_attention_backend", "decode_attention_backend", "attention_backend"])
+@pytest.mark.parametrize("latent", [False, True])
+@pytest.mark.parametrize("changes", [{}, {"num_attention_heads": None}], ids=["attends", "never attends"])
+def test_wrong_options_are_named_whatever_the_model(
+    flag: str, latent: bool, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By every flag that names us, and ahead of what the model, or another backend, has against ours."""
+    Host(monkeypatch)
+    monkeypatch.setenv(VARIABLE, json.dumps({"method": "streaming", "parameters": {"sink": -1}}))
+    text = SimpleNamespace(**{name: value for name, value in {**MODEL, **changes}.items() if value is not None})
+    runner = SimpleNamespace(
+        use_mla_backend=latent,
+        model_config=SimpleNamespace(hf_config=text, hf_text_config=text, model_path="m"),
+        decoding="fa3",
+        server_args=SimpleNamespace(**{flag: "sparseprefill"}, model_path="m"),
+        is_draft_worker=False,
+    )
+    with pytest.raises(sp.ParameterError, match=r"sparseprefill\.parameters\.sink is -1"):
+        check(runner)
+    monkeypatch.setenv(VARIABLE, '{"methd": "streaming"}')
+    with pytest.raises(sp.ParameterError, match=r"sparseprefill\.methd is unknown"):
+        check(runner)
+
+
 def test_where_the_backend_is_not_selected_requests_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known, "_listeners", set())
     request = SimpleNamespace(

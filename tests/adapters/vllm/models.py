@@ -37,6 +37,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "bert": ("Bert", {}),
+    "mamba": ("Mamba", {"state_size": 16}),  # no attention at all
     "qwen3.5": (  # linear attention in two of four layers
         "Qwen3_5Text",
         {

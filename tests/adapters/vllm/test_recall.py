@@ -20,6 +20,7 @@ from sparseprefill.adapters.serving.runtime import NOT_COUNTED
 from sparseprefill.adapters.serving.tally import DENSITIES, OWNER, RECALLS, ROW_RECALLS, Owner, Tally
 from sparseprefill.adapters.session import ledger
 from sparseprefill.adapters.session import session as sessions
+from sparseprefill.adapters.session.codes import Code, Why
 from sparseprefill.adapters.session.session import Prefill
 from sparseprefill.adapters.session.watch import CallRecall
 from sparseprefill.adapters.vllm import runtime as module
@@ -41,7 +42,10 @@ METHOD = {"method": "streaming", "parameters": {"sink": 16, "window": 16, "block
 class Metric:
     """In the place of prometheus_client's, whose library comes with vLLM."""
 
-    def __init__(self, name: str, about: str, labels: list[str], buckets: tuple[float, ...] = ()) -> None:
+    def __init__(
+        self, name: str, about: str, labels: list[str], buckets: tuple[float, ...] = (), multiprocess_mode: str = ""
+    ) -> None:
+        assert multiprocess_mode in ("", "max"), "else a process is a label"
         assert name.startswith("sparseprefill:")
         assert about
         self.name, self.names, self.buckets = name, labels, buckets
@@ -56,7 +60,7 @@ class Metric:
         values = self.seen.setdefault(f"{profile}: {key}" if profile else key, [])
         if self.buckets:
             return SimpleNamespace(observe=values.append)
-        return SimpleNamespace(inc=lambda amount=1: values.append(amount))
+        return SimpleNamespace(inc=lambda amount=1: values.append(amount), set=values.append)
 
 
 MADE: dict[str, Metric] = {}
@@ -66,7 +70,7 @@ MADE: dict[str, Metric] = {}
 def metrics(monkeypatch: pytest.MonkeyPatch) -> dict[str, Metric]:
     """What is told, by metric and label."""
     fake = ModuleType("prometheus_client")
-    fake.Counter = fake.Histogram = Metric  # type: ignore[attr-defined]
+    fake.Counter = fake.Histogram = fake.Gauge = Metric  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "prometheus_client", fake)
     MADE.clear()
     # What the process keeps of the real library stays: it takes each name once.
@@ -127,11 +131,49 @@ def test_profiles_of_one_method_are_counted_apart(metrics: dict[str, Metric], mo
 
 def test_dense_chunks_tell_their_reason(metrics: dict[str, Metric], monkeypatch: pytest.MonkeyPatch) -> None:
     mine = runtime(monkeypatch)
-    for tokens, why in ((100, "fewer than 128 tokens"), (90, "fewer than 256 tokens"), (500, "other")):
-        mine.tally.dense(tokens, why)
+    for tokens, code, why in (
+        *((100, Code.SHORT, "fewer than 128 tokens"), (90, Code.SHORT, "fewer than 256 tokens")),
+        (500, Code.ERROR, "other"),
+    ):
+        mine.tally.dense(tokens, Why(code, why))
     mine.tally.sparse(700, 900, 3)
-    assert {"fewer than N tokens": [1, 1], "other": [1]} == metrics["sparseprefill:dense_chunks"].seen
+    assert {"short,fewer than N tokens": [1, 1], "error,other": [1]} == metrics["sparseprefill:dense_chunks"].seen
     assert {"dense": [1] * 3, "sparse": [1]} == metrics["sparseprefill:prefill_chunks"].seen
+
+
+class From:
+    """A gate that lets prompts of so many tokens run sparse."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+
+    def judge(self, call: sp.AttentionCall, method: str) -> sp.Verdict:
+        return sp.Verdict(call.kv_len >= self.tokens, reason="short")
+
+
+@pytest.mark.parametrize(("gate", "told"), [(None, "none"), (From(1), "1"), (From(9999), "never")])
+def test_it_is_told_what_runs(
+    gate: From | None, told: str, metrics: dict[str, Metric], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The method and the profile are labels of every metric."""
+    table = {"method": "streaming", "parameters": METHOD["parameters"], "gate": False}
+    mine = runtime(monkeypatch, profiles={"other": table})
+    if gate is not None:
+        mine.session.route = attrs.evolve(mine.session.route, gate=gate)
+        mine.tally.gate = "unknown"
+    mine.requests.chunk = 256
+    mine.expect([(i, None) for i in range(8)])
+    mine.foretell(CALL, 512, "max_num_batched_tokens")
+    mine.inform()
+    version = sp.__version__
+    assert {f"{told},256,{version}": [1], f"other: none,256,{version}": [1]} == metrics["sparseprefill:info"].seen
+
+
+def test_it_is_told_where_nothing_runs(metrics: dict[str, Metric], monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = runtime(monkeypatch)
+    mine.requests.chunk = 256
+    mine.expect([(0, "a window"), (1, "a window")])
+    assert {f"none,256,{sp.__version__}": [1]} == metrics["sparseprefill:info"].seen
 
 
 def test_a_density_that_was_not_counted_is_said_to_be_so(monkeypatch: pytest.MonkeyPatch) -> None:

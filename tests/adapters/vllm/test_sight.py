@@ -12,17 +12,19 @@ import subprocess
 import threading
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from sparseprefill.adapters.serving import runtime as serving
 from sparseprefill.adapters.serving.attend import run
 from sparseprefill.adapters.serving.layer import Layer
+from sparseprefill.adapters.serving.pace import Pace
 from sparseprefill.adapters.serving.runtime import NO_PROFILE
 from sparseprefill.adapters.serving.summary import MOST_WAITING, Kind, Summary, every
 from sparseprefill.adapters.serving.tally import METRICS, OWNER, PREFIX, Served, Tally
 from sparseprefill.adapters.serving.tally import Owner as Whose
+from sparseprefill.adapters.session.codes import Code, Why
 from sparseprefill.adapters.session.kinds import MOST
 from sparseprefill.adapters.session.options import HostOptions
 from sparseprefill.adapters.session.session import Session
@@ -30,6 +32,7 @@ from sparseprefill.adapters.vllm.plan import plan
 from sparseprefill.adapters.vllm.runtime import UNSEEN, Runtime, interval_of_host
 
 import sparseprefill as sp
+from docs.pages import section
 from helpers.patience import patient
 
 from .test_plan import NOTHING, RunnerV1, RunnerV2, common, runtime, stock
@@ -55,19 +58,25 @@ def test_the_line_says_what_was_done_since_the_last() -> None:
     for density in (0.1, 0.3):
         summary.density(one, density)
     for _ in range(2):
-        summary.sparse(1000, one, 1)
+        summary.sparse(one, 1)
     for reason in ("fewer than 128 tokens", "fewer than 128 tokens", "too small"):
-        summary.dense(1000, reason)
+        summary.dense(reason)
+    summary.step(4000, 0.3)
+    summary.step(1000, 0.2)
     clock.now += 10
     assert summary.line() == (
         "prefill chunks of the last 10 s: 2 sparse, 3 dense (2x fewer than 128 tokens), mean density 0.200, "
-        "500.0 tokens/s of prefill"
+        "10000.0 tokens/s of prefill"
     )
     assert summary.line() is None, "told"
     clock.now += 30
-    summary.sparse(600, one, 2)
-    text = "prefill chunks of the last 30 s: 1 sparse, 0 dense, density not measured, 20.0 tokens/s"
-    assert f"{text} of prefill" == summary.line()
+    summary.sparse(one, 2)
+    text = "prefill chunks of the last 30 s: 1 sparse, 0 dense, density not measured"
+    assert text == summary.line(), "its time is not known yet"
+    summary.step(600, 2.0)
+    assert summary.line() is None
+    summary.dense("why")
+    assert "1 dense (1x why), 300.0 tokens/s of prefill" in str(summary.line())
 
 
 # Calls that are measured (profile, keys, density), chunks that are counted (profile, keys, calls), and what is said.
@@ -94,8 +103,8 @@ def test_a_density_is_told_of_the_calls_that_it_was_measured_on(
     for profile, keys, density in measured:
         summary.density(Kind(profile, keys), density)
     for profile, keys, calls in chunks:
-        summary.sparse(10, Kind(profile, keys), calls)
-    assert said in str(summary.line())
+        summary.sparse(Kind(profile, keys), calls)
+    assert said in f"{summary.line()}, "
 
 
 def test_densities_wait_for_their_chunk() -> None:
@@ -103,14 +112,14 @@ def test_densities_wait_for_their_chunk() -> None:
     summary, one = Summary(Clock()), Kind("", 1)
     for _ in range(2):
         summary.density(one, 0.25)
-        summary.dense(10, "short")
+        summary.dense("short")
         assert "density" not in str(summary.line())
-    summary.sparse(10, one, 2)
-    assert "mean density 0.250," in str(summary.line())
+    summary.sparse(one, 2)
+    assert str(summary.line()).endswith("mean density 0.250")
     summary.density(one, 0.25)
     for keys in range(MOST_WAITING):
         summary.density(Kind("", 2 + keys), 0.5)
-    summary.sparse(10, one, 1)
+    summary.sparse(one, 1)
     assert "density not measured" in str(summary.line())
 
 
@@ -138,9 +147,9 @@ def test_what_no_line_asks_for_does_not_grow() -> None:
     """Of ever other lengths and words: where no line is logged, nobody empties it."""
     tally = Tally()
     for n in range(MOST_WAITING + 500):
-        tally.summary.sparse(10, Kind("", n), 1)
-        tally.dense(n, f"a prompt of {n:,} tokens is {'too' * (n % 7)} short")
-        tally.fallback(0, "x" * n)
+        tally.summary.sparse(Kind("", n), 1)
+        tally.dense(n, Why(Code.SHORT, f"a prompt of {n:,} tokens is {'too' * (n % 7)} short"))
+        tally.fallback(0, Why(Code.ERROR, "x" * n))
     assert MOST_WAITING == len(tally.summary._calls)
     assert len(tally.summary._reasons) <= 8
     assert len(tally._children) < 2 * MOST
@@ -204,8 +213,8 @@ def test_metrics_that_a_server_cannot_show_are_said_to_be_so(
 class Told(Tally):
     """Keeps what chunks were settled as."""
 
-    def dense(self, tokens: int, reason: str) -> None:
-        SETTLED.append((tokens, reason))
+    def dense(self, tokens: int, why: Why) -> None:
+        SETTLED.append((tokens, why.text))
 
     def sparse(self, tokens: int, keys: int, calls: int) -> None:
         SETTLED.append((tokens, None))
@@ -233,9 +242,9 @@ def test_a_chunk_is_counted_once_when_its_step_is_over(mine: Runtime) -> None:
     first, second = (part.chunk for part in parts[:2])
     assert first is not None
     assert second is not None
-    first.reasons["a layer that cannot"] += 1
+    first.reasons[Why(Code.LAYER, "a layer that cannot")] += 1
     first.sparse = 1
-    second.reasons.update({"one layer": 1, "two layers": 2})
+    second.reasons.update({Why(Code.LAYER, "one layer"): 1, Why(Code.LAYER, "two layers"): 2})
     assert [(3, "fewer than 8 tokens")] == SETTLED
     plan(mine, common([1], [21], [False]), stock)
     assert [(20, None), (20, "two layers")] == SETTLED[1:]
@@ -318,6 +327,129 @@ def test_what_is_meant_to_run_dense_is_no_warning(
     assert "break" in gate
     assert {"not among the chosen layers"} == reasons[1]
     assert mine.report().short_forwards == mine.report().notes["the request asks for it (sparseprefill: off)"] == 4
+
+
+def test_tokens_a_second_are_those_of_steps(caplog: pytest.LogCaptureFixture) -> None:
+    """However long the server waits before, between and behind them, and whatever beside them is too short."""
+    given, clock = runtime(gate=False), Clock()
+    mine = Runtime.made(given.options, given.model, Whose())
+    mine.names, mine.pace.clock = given.names, clock
+    for seconds, batch in (
+        (0.5, common([20, 20], [20, 20], [True, True])),
+        (1.5, common([50, 3], [50, 3], [True, True])),
+        (None, common([3], [3], [True])),
+        (None, common([1], [21], [False])),
+    ):
+        clock.now += 1000
+        parts = plan(mine, batch, stock, 3)
+        for layer in range(3 if seconds else 0):
+            clock.now += (seconds or 0) / 3
+            step(mine, parts, layer, "why" if layer == 0 else None)
+    clock.now += 1000
+    with caplog.at_level(logging.INFO, logger="sparseprefill"):
+        mine.tell()
+    *_, said = (one.message for one in caplog.records)
+    assert said.endswith(f"{(40 + 53) / 2.0:.1f} tokens/s of prefill"), said
+
+
+def test_a_step_that_no_layer_ends_has_no_time() -> None:
+    """Such as one that fails: the next begins without its end."""
+    told: list[tuple[int, float]] = []
+    pace = Pace(lambda tokens, seconds: told.append((tokens, seconds)), Clock())
+    pace.begin(7, 2).through()
+    pace.begin(8, 1).through()
+    pace.read()
+    assert [(8, 0.0)] == told
+
+
+class Event:
+    """In the place of a GPU's, which passes when the test says so."""
+
+    made: ClassVar[list[Event]] = []
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+        self.there, self.at = False, float(len(self.made))
+        self.made.append(self)
+
+    def record(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return self.there
+
+    def elapsed_time(self, later: Event) -> float:
+        assert self.there
+        assert later.there
+        return 1000 * (later.at - self.at)
+
+
+def test_nothing_waits_for_the_time_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[int, float]] = []
+    monkeypatch.setattr(Event, "made", [])
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    pace = Pace(lambda tokens, seconds: told.append((tokens, seconds)))
+    for tokens in (7, 8):
+        pace.begin(tokens, 1).through()
+    for passed, known in enumerate([0, 0, 1, 1, 2]):
+        for one in Event.made[:passed]:
+            one.there = True
+        pace.read()
+        assert known == len(told)
+    assert [(7, 1.0), (8, 1.0)] == told
+    assert 4 == len(Event.made), "two a step"
+
+
+def test_every_reason_has_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it comes from decides, not its words."""
+    monkeypatch.delenv("SPARSEPREFILL_BREAKEVEN")
+    seen: set[tuple[Code, str]] = set()
+    monkeypatch.setattr(Tally, "fallback", lambda _, layer, why: seen.add((why.code, why.text)))
+    monkeypatch.setattr(Tally, "dense", lambda _, tokens, why: seen.add((why.code, why.text)))
+    given = runtime(method="flexprefill", layers=[0, 1])
+    mine = Runtime.made(given.options, given.model, Whose())
+    host = RunnerV1(mine, "a", "b", "c", "d", "e")
+    unclear = SimpleNamespace(sampling_params=SimpleNamespace(extra_args={"sparse_prefill": 1}))
+    host.requests = {"a": asking("off"), "b": NOTHING, "c": NOTHING, "d": asking("fast"), "e": unclear}
+    parts = plan(mine, common([20, 3, 20, 20, 20], [20, 3, 20, 20, 20], [True] * 5), stock)
+    assert parts is not None
+    for layer, reason in ((0, None), (2, None), (1, "a window")):
+        step(mine, parts, layer, reason)
+    mine = Runtime.made(runtime(gate=False).options, given.model, Whose())
+    mine.names = given.names
+    for error in (torch.OutOfMemoryError("no room"), ZeroDivisionError("a bug"), sp.UnsupportedCallError(["no"])):
+        parts = plan(mine, common([20], [20], [True]), stock)
+        assert parts is not None
+        monkeypatch.setattr(mine.session, "run_many", lambda calls, error=error: [error])
+        step(mine, parts, 0)
+    parts[0].reason = "an image"
+    step(mine, parts, 0)
+    by_code: dict[Code, list[str]] = {}
+    for code, text in seen:
+        by_code.setdefault(code, []).append(text)
+    (gate,) = by_code.pop(Code.GATE)
+    (unknown,) = by_code.pop(Code.UNKNOWN)
+    assert "break" in gate
+    assert "looks like" in unknown
+    assert {
+        Code.SHORT: ["fewer than 8 tokens"],
+        Code.OFF: ["the request asks for it (sparseprefill: off)"],
+        Code.NO_PROFILE: [NO_PROFILE],
+        Code.LAYERS: ["not among the chosen layers"],
+        Code.LAYER: ["a window"],
+        Code.MEMORY: ["OutOfMemoryError: no room"],
+        Code.ERROR: ["ZeroDivisionError: a bug"],
+        Code.UNSUPPORTED: ["UnsupportedCallError: no"],
+        Code.REQUEST: ["an image"],
+    } == by_code
+
+
+def test_every_code_is_on_the_page() -> None:
+    page = section((ALERTS.parents[2] / "vllm-operate.md").read_text(), "Metrics")
+    codes = page.partition("### Codes")[2].partition("\n### ")[0]
+    assert [one.value for one in Code] == re.findall(r"^\| `([a-z_]+)` \|", codes, flags=re.M)
 
 
 def params(profile: object) -> Any:
@@ -432,7 +564,7 @@ def exposed() -> dict[str, set[str]]:
     """Labels of every series of ours that Prometheus keeps."""
     found: dict[str, set[str]] = {}
     for name, (kind, _, labels, _) in METRICS.items():
-        behind = ("_total",) if kind == "Counter" else ("_bucket", "_sum", "_count")
+        behind = {"Counter": ("_total",), "Gauge": ("",)}.get(kind, ("_bucket", "_sum", "_count"))
         for suffix in behind:
             found[PREFIX + name + suffix] = {*OWNER, *labels, *(["le"] if suffix == "_bucket" else [])}
     return found
@@ -444,6 +576,9 @@ def test_alerts_name_series_and_labels_that_there_are() -> None:
         exposed(),
     )
     assert len(queries) == 4
+    assert {"sparseprefill:prefill_tokens_total"} == set(re.findall(r"sparseprefill:\w+", queries[0])), (
+        "a long prompt is more than a short one"
+    )
     for query in queries:
         uses = re.findall(r"(sparseprefill:\w+)(?:\{([^}]*)\})?", query)
         assert uses, query
