@@ -49,7 +49,8 @@ class Requests:
         or anything else that was done to it a new one begins.
         """
         with self._lock:
-            before: Progress | None = self._caches[cache] if cache in self._caches else None
+            # `get` would refuse what cannot be referred to weakly.
+            before: Progress | None = self._caches[cache] if cache in self._caches else None  # noqa: SIM401
         if before is None or before.end != past or past <= 0 or not _same(before.left, tensors_of(cache)):
             return Prefill(), False
         return before.prefill, True

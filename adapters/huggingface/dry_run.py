@@ -127,7 +127,9 @@ def dry_run(model: torch.nn.Module, decoder: PreTrainedModel, route: Route) -> F
     """
     name = type(model).__name__
     if around := surroundings():
-        raise AttachError(f"{name} cannot be verified here, since {around}: attach it outside, or pass verify=False")
+        raise AttachError(f"{name} cannot be verified here: {around}; attach it outside (verify=False skips this)")
+    if torch.device(input_device(decoder)).type == "meta":
+        raise AttachError(f"{name} cannot be verified: {META} (verify=False skips this dry run)")
     failed: list[tuple[Trial, Exception]] = []
     left_out, nothing = "", ""
     with torch.no_grad(), _evaluating(model):
@@ -208,7 +210,7 @@ def _compare_far(model: torch.nn.Module, decoder: PreTrainedModel, route: Route)
     that takes no such cache, or no more tokens than the dry run has.
     """
     cache, stock = None, None
-    with suppress(Exception):  # a decoder of other arguments, or another cache; what it takes was compared already
+    with suppress(Exception):  # it takes other arguments, or another cache: what it takes was compared already
         cache = _far_cache(model, decoder)
         stock = None if cache is None else _behind(cache, model, decoder).run()
     if cache is None or stock is None or not all(bool(x.isfinite().all()) for x in stock):

@@ -171,7 +171,7 @@ def test_a_cut_off_the_grain_is_noted() -> None:
     assert any("has no grain" in note for note in handle.report().notes)
 
 
-class Cache:
+class Cache:  # noqa: PLW1641
     """Weakly referable, as transformers' caches are. Like every class with `__eq__` alone it has no hash."""
 
     def __init__(self) -> None:
@@ -245,7 +245,7 @@ CHANGES: dict[str, Any] = {
 def test_a_cache_that_was_changed_is_that_of_another_prefill(change: Any) -> None:
     """What was remembered was remembered of other keys: the same is chosen as for a fresh copy of the cache."""
     model, ids = hf_models.build("llama"), hf_models.prompt(96, 2)
-    pipeline, diary = with_diary()
+    _, diary = with_diary()
     method = attrs.evolve(weighted(Counted()), observers=(diary,))
     with attach(model, method, tail=0, gate=None):
         cache = DynamicCache(config=model.config)
@@ -265,7 +265,7 @@ def test_a_cache_that_was_changed_is_that_of_another_prefill(change: Any) -> Non
 def test_a_cache_that_nobody_touched_goes_on(inference: bool) -> None:
     """Inference tensors do not tell whether they were written to: their prefill goes on, without statistics of keys."""
     model, ids, counted = hf_models.build("llama"), hf_models.prompt(96), Counted()
-    pipeline, diary = with_diary()
+    _, diary = with_diary()
     method = attrs.evolve(weighted(counted), observers=(counted, diary))
     with torch.inference_mode(inference), torch.no_grad(), attach(model, method, tail=0, gate=None):
         cache = DynamicCache(config=model.config)
@@ -279,7 +279,7 @@ def test_a_cache_that_nobody_touched_goes_on(inference: bool) -> None:
 def test_a_cache_without_a_hash_is_one_like_any_other() -> None:
     """By identity: of two that call themselves equal each has a prefill of its own."""
 
-    class Equal(DynamicCache):
+    class Equal(DynamicCache):  # noqa: PLW1641
         def __eq__(self, other: object) -> bool:
             return isinstance(other, Equal)
 

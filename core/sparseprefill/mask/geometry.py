@@ -34,13 +34,16 @@ def in_a_mode() -> bool:
 def remembered(most: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """The function with its last `most` answers kept, whatever mode the caller is in; its arguments are hashable.
 
-    Nobody may write to an answer. Within a dispatch mode or a transform nothing is kept or given: see `in_a_mode`. Modes
-    that see functions of torch do not see these, so that what such a mode makes of them is not kept.
+    Nobody may write to an answer. Within a dispatch mode or a transform nothing is kept or given: see `in_a_mode`. A
+    mode that sees functions of torch does not see these, so that nothing it makes of them is kept.
     """
 
     def decorate(make: Callable[P, T]) -> Callable[P, T]:
         def plain(*args: Any, **kwargs: Any) -> T:
-            with torch._C.DisableTorchFunction(), torch.inference_mode(False):  # else a later call with gradients could not use them
+            with (
+                torch._C.DisableTorchFunction(),
+                torch.inference_mode(False),
+            ):  # else a later call with gradients could not use them
                 return make(*args, **kwargs)
 
         known = cast(Callable[..., T], lru_cache(maxsize=most)(plain))
