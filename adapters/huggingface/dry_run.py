@@ -225,7 +225,7 @@ def _compare_far(model: torch.nn.Module, decoder: PreTrainedModel, route: Route)
 
 
 def _far_cache(model: torch.nn.Module, decoder: PreTrainedModel) -> DynamicCache | None:
-    """A cache that ends where a last 16 tokens fit in; None where that is not far, or the model's is of another kind."""
+    """A cache with room for 16 tokens behind it; None where that is not far, or the model's is of another kind."""
     ids, room = random_ids(model, decoder, SHORTEST)[:1], trained_length(decoder)
     times = min(FAR, room or FAR) // SHORTEST - 1
     cache = DynamicCache(config=decoder.config)
