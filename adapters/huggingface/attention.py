@@ -6,6 +6,7 @@ import dis
 import inspect
 from collections.abc import Callable
 from functools import cache
+from types import CodeType
 from typing import Any
 
 import torch
@@ -18,8 +19,10 @@ from sparseprefill.call import AttentionCall
 from sparseprefill.errors import InvalidCallError
 
 from ..session.session import Fallback
+from .around import surroundings, without_numbers
 from .compiling import eagerly, refuse_one_graph
 from .masks import CUSTOM, Compact, LazyMask, Order, classify, stock
+from .own import foreign
 from .state import Attachment, Forward, Original, adopt, is_stock, owner_of, serving, sharing
 from .switch import LOCK, name_of
 
@@ -35,6 +38,10 @@ REPLACED = "is another module than at attaching: it runs like the one before, bu
 SHARED = (
     "a module that shares the attached model's configuration, but is no part of its decoder, ran stock: another model, "
     "or a decoder that was put in the place of the attached one"
+)
+OWN = (
+    "{name} stands in the model's {what} function, and is not transformers' own: it may differ from plain attention at "
+    "any length; call model.set_attn_implementation('sdpa'), or 'eager', before attaching"
 )
 SEQUENCES = (tuple, list)  # a union of both would be made anew at every look
 PACKED = frozenset(("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"))
@@ -143,6 +150,8 @@ def _lazy(original: Original, asked: dict[str, Any]) -> LazyMask | None:
     make, padding = original.mask(), asked["attention_mask"]
     if make is None or is_stock() or (padding is not None and padding.dim() != 2):
         return None
+    if surroundings() or foreign(make) or foreign(asked["mask_function"]):
+        return None
     pattern = classify(asked["mask_function"], asked.get("local_size"), asked.get("allow_is_causal_skip", True))
     return None if pattern is None else LazyMask.of(Order.of(pattern, make, asked))
 
@@ -167,7 +176,7 @@ def _output(
             session.decline(layer, OUTSIDE, shape)
         return None
     forward.seen.add(layer)
-    reason = forward.dense or _objection(attached.original, module, query, key, value, mask, kwargs)
+    reason = forward.dense or _objection(attached.original, forward, module, query, key, value, mask, kwargs)
     if reason is not None:
         if reason != NOT_CAUSAL or not session.cross(layer):
             session.decline(layer, reason, shape)
@@ -181,12 +190,12 @@ def _output(
     if (small := forward.small.get(sizes)) is not None:
         session.again(layer, small, (query.shape[0], query.shape[2], compact.used))
         return None
-    call = _call(attached, layer, *lowered(query, key, value), compact, kwargs)
+    call = _call(attached, module, *lowered(query, key, value), compact, kwargs)
     if not isinstance(call, AttentionCall):
         session.decline(layer, call, shape)
         return None
     read = forward.read if layer == attached.last else None
-    outcome = session.run(call, forward.progress.prefill, read)
+    outcome = session.run(call, forward.prefill, read)
     if not isinstance(outcome, Fallback):
         return outcome.out.transpose(1, 2).contiguous()
     if outcome.small:
@@ -202,6 +211,7 @@ def layer_of(module: torch.nn.Module) -> int:
 
 def _objection(
     original: Original,
+    forward: Forward,
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -210,6 +220,13 @@ def _objection(
     kwargs: dict[str, Any],
 ) -> str | None:
     """A wish of the host that no pipeline meets; None if there is none. Reads no value on the device."""
+    if reason := surroundings() or without_numbers(query, key, value):
+        return reason
+    kind = type(module)
+    if kind not in forward.foreign:  # once for a forward: somebody may put a function there at any time
+        forward.foreign[kind] = original.foreign(module)
+    if name := forward.foreign[kind]:
+        return OWN.format(what="attention", name=name)
     if module.training:
         return TRAINING
     if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
@@ -218,7 +235,10 @@ def _objection(
         return reason
     if kwargs.get("cache") is not None:
         return "the cache is paged"
-    return further_tensors(original, module, kwargs) if isinstance(mask, LazyMask) else CUSTOM
+    if isinstance(mask, LazyMask):
+        return further_tensors(original, module, kwargs)
+    name = foreign(original.mask())
+    return OWN.format(what="mask", name=name) if name else CUSTOM
 
 
 def not_plain(module: torch.nn.Module, kwargs: dict[str, Any]) -> str | None:
@@ -244,14 +264,17 @@ def further_tensors(original: Original, module: torch.nn.Module, kwargs: dict[st
     return f"the layer passes {', '.join(sorted(odd))}" if odd else None
 
 
-@cache
 def _names_read(attention: Callable[..., Any]) -> frozenset[str] | None:
     """The arguments that a function of the host can read; None where it may read others, or hands them on."""
     code = getattr(attention, "__code__", None)
-    if code is None:
-        return None
+    return _named_in(code, attention is sdpa_attention_forward) if isinstance(code, CodeType) else None
+
+
+@cache
+def _named_in(code: CodeType, drops: bool) -> frozenset[str] | None:
+    """drops: whether it is known to ignore what it takes by `**`."""
     named = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    if attention is not sdpa_attention_forward and code.co_flags & inspect.CO_VARKEYWORDS:
+    if not drops and code.co_flags & inspect.CO_VARKEYWORDS:
         others = code.co_varnames[len(named) + bool(code.co_flags & inspect.CO_VARARGS)]
         if others in code.co_cellvars or any(others == step.argval for step in dis.get_instructions(code)):
             return None
@@ -266,7 +289,7 @@ def _holds_tensor(value: Any) -> bool:
 
 def _call(
     attached: Attachment,
-    layer: int,
+    module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -275,7 +298,7 @@ def _call(
 ) -> AttentionCall | str:
     """The call, over views of the slots in use; the reason where it cannot be expressed."""
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
-    if not attached.original.applies_extras and (softcap is not None or sinks is not None):
+    if (softcap is not None or sinks is not None) and not attached.original.applies_extras(module):
         attached.session.note(
             f"{attached.original.name} ignores this model's softcap or sinks, and so does prefill here"
         )
@@ -290,7 +313,7 @@ def _call(
             value,
             scale=kwargs.get("scaling"),
             q_offset=used - query.shape[2],
-            layer=layer,
+            layer=layer_of(module),
             starts=compact.starts,
             lengths=compact.lengths,
             window=None if compact.window is None or attached.sees_all(compact) else compact.window,
@@ -303,6 +326,8 @@ def _call(
 
 def autocast_type(device: torch.device) -> torch.dtype | None:
     """The type in which autocast lets attention run on a device; None where it is off."""
+    if not torch.amp.is_autocast_available(device.type):  # the meta device, say, which has none
+        return None
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 

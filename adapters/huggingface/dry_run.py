@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from attrs import evolve, frozen
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import LONGEST, AttachError
@@ -25,11 +27,12 @@ from sparseprefill.route import Route
 from ..session.options import HostOptions
 from ..session.report import Report
 from ..session.session import Session
+from .around import META, surroundings
 from .attention import autocast_type
 from .handle import Handle
 from .inspection import allowed_ids, asks, configurations, find_decoder, input_device, trained_length
 
-TOKENS, SHORTEST = 64, 16
+TOKENS, SHORTEST, FAR = 64, 16, 2048
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
 """Relative norm of the difference in logits: rounding stays below, a wrong mask is of the order of one."""
 
@@ -93,7 +96,7 @@ class Trial:
         """Run the model, and return its outputs without those of padding. TypeError where none could be compared."""
         found = _outputs(self.module(**self.inputs))
         if any(x.is_meta for x in found):
-            raise TypeError("its output is on the meta device, and has no values")
+            raise TypeError(META)
         return [_real(x, self.padding) for x in found]
 
     def stock(self) -> list[Tensor]:
@@ -118,10 +121,15 @@ def dry_run(model: torch.nn.Module, decoder: PreTrainedModel, route: Route) -> F
     """Run random tokens through the model, before and after; it is left as it was.
 
     2 x 64 tokens, with left padding where the model takes that; else without, else one row, and where the model needs
-    other inputs the decoder alone.
+    other inputs the decoder alone. Then 16 tokens far behind: see `_compare_far`.
     Raises AttachError where the outputs differ, no layer can be bound, or the attached run or every stock one fails;
     where the stock model is at fault, it says so.
     """
+    name = type(model).__name__
+    if around := surroundings():
+        raise AttachError(f"{name} cannot be verified here: {around}; attach it outside (verify=False skips this)")
+    if torch.device(input_device(decoder)).type == "meta":
+        raise AttachError(f"{name} cannot be verified: {META} (verify=False skips this dry run)")
     failed: list[tuple[Trial, Exception]] = []
     left_out, nothing = "", ""
     with torch.no_grad(), _evaluating(model):
@@ -136,7 +144,7 @@ def dry_run(model: torch.nn.Module, decoder: PreTrainedModel, route: Route) -> F
                 continue
             trial.checked(stock)
             findings, ours = _attached(trial, model, decoder, route)
-            name, cast = type(model).__name__, autocast_type(stock[0].device)
+            cast = autocast_type(stock[0].device)
             if all(isinstance(one, str) for one in findings.kinds.values()) and not findings.windows:
                 why = "; ".join(dict.fromkeys(one for one in findings.kinds.values() if isinstance(one, str)))
                 nothing = why or "none of them calls the attention function"
@@ -160,8 +168,8 @@ def dry_run(model: torch.nn.Module, decoder: PreTrainedModel, route: Route) -> F
             if failed and not left_out:
                 tried, why_not = failed[0]
                 left_out = f"with {tried.said} {name} fails: {_short(why_not)}"
+            _compare_far(model, decoder, route)
             return evolve(findings, note=left_out and f"dry run: {trial.said}, since {left_out}", alone=alone)
-    name = type(model).__name__
     if nothing:
         raise AttachError(f"{name} has no attention layer to attach to: {nothing}")
     cause = failed[0][1]
@@ -193,6 +201,55 @@ def _attached(
         trial.stock()  # one that fails now and then is not our failure
         raise AttachError(_failed(model, "fails with another attention function", error)) from error
     return Findings.of(handle.report(), calls, route), ours
+
+
+def _compare_far(model: torch.nn.Module, decoder: PreTrainedModel, route: Route) -> None:
+    """Run 16 tokens behind 2,032 keys, or as many as the model takes: AttachError where the decoder's outputs differ.
+
+    The keys are those of 16 tokens, again and again, so that no long text has to be read. Says nothing of a decoder
+    that takes no such cache, or no more tokens than the dry run has.
+    """
+    cache, stock = None, None
+    with suppress(Exception):  # it takes other arguments, or another cache: what it takes was compared already
+        cache = _far_cache(model, decoder)
+        stock = None if cache is None else _behind(cache, model, decoder).run()
+    if cache is None or stock is None or not all(bool(x.isfinite().all()) for x in stock):
+        return
+    _, ours = _attached(_behind(cache, model, decoder), model, decoder, route)
+    cast = autocast_type(stock[0].device)
+    if (apart := _apart(ours, stock, cast)) and not _apart(_behind(cache, model, decoder).run(), stock, cast):
+        raise AttachError(
+            f"{type(model).__name__} does not compute plain attention behind {cache.get_seq_length():,} tokens: with a "
+            f"full mask its hidden states {apart}. Its layers use more than queries, keys and a mask."
+        )
+
+
+def _far_cache(model: torch.nn.Module, decoder: PreTrainedModel) -> DynamicCache | None:
+    """A cache with room for 16 tokens behind it; None where that is not far, or the model's is of another kind."""
+    ids, room = random_ids(model, decoder, SHORTEST)[:1], trained_length(decoder)
+    times = min(FAR, room or FAR) // SHORTEST - 1
+    cache = DynamicCache(config=decoder.config)
+    if ids.shape[1] < SHORTEST or times * SHORTEST <= TOKENS:
+        return None
+    decoder(input_ids=ids, past_key_values=cache, use_cache=True)
+    for layer in cache.layers:
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            return None
+        keys, values = (x.repeat(1, 1, times, 1) for x in (layer.keys, layer.values))
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            layer.cumulative_length *= times
+            keys, values = (x[:, :, max(0, x.shape[2] - layer.sliding_window + 1) :] for x in (keys, values))
+        layer.keys, layer.values = keys, values
+    return cache if cache.get_seq_length() == times * SHORTEST else None
+
+
+def _behind(cache: DynamicCache, model: torch.nn.Module, decoder: PreTrainedModel) -> Trial:
+    """A forward behind a cache, which stays as it is."""
+    mine = copy.copy(cache)
+    mine.layers = [copy.copy(layer) for layer in cache.layers]
+    ids = random_ids(model, decoder, SHORTEST)[1:]
+    inputs = {"input_ids": ids, "past_key_values": mine, "use_cache": True}
+    return Trial(decoder, inputs, f"1 x {SHORTEST} random tokens behind a cache")
 
 
 def _only_of_padding(trial: Trial, model: torch.nn.Module, decoder: PreTrainedModel, route: Route) -> bool:

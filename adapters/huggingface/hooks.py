@@ -10,13 +10,14 @@ from attrs import define
 from transformers import Cache
 
 from ..session.session import Prefill
+from .around import EXPORT, surroundings
 from .attention import GRADIENT, TRAINING, WEIGHTS
+from .caches import Requests, is_steady, past_length
 from .compiling import eagerly, refuse_one_graph
 from .drafts import drafted
 from .inspection import asks, cache_of
-from .state import Attachment, Forward, Progress, Requests, is_steady, owner_of, past_length
+from .state import Attachment, Forward, owner_of
 
-EXPORT = "the model is exported or traced: what comes of that is the stock model"
 UNREACHED = (
     "did not reach the method in a forward in which others did: its module was replaced by one with a configuration or "
     "an attention of its own, or another implementation was set meanwhile"
@@ -24,8 +25,8 @@ UNREACHED = (
 EARLY = "the forward ended behind layer {last}: layers {first} to {end} did not run (early exit, or layers taken out)"
 SKIPPED = "layer {layer} did not run in a forward in which later ones did: it was skipped"
 DRAFT = "a draft was checked: that is decoding, however many tokens it has"
-NOWHERE = Progress(Prefill(), 0, 0)
-"""The progress of a forward that does not go through the session."""
+NOWHERE = Prefill()
+"""The prefill of a forward that does not go through the session."""
 
 
 class Idle:
@@ -58,8 +59,8 @@ class Around:
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *output: Any) -> None:
         """Open or close the forward."""
         named = _named(self.names, args, kwargs)
-        shape = _shape(named)
-        if shape is None or shape[1] >= self.min_query:
+        most = _most_rows(named)
+        if most is None or most >= self.min_query:
             if torch.compiler.is_dynamo_compiling():
                 refuse_one_graph()
             if self.over:
@@ -80,13 +81,21 @@ def install(attached: Attachment, decoder: torch.nn.Module) -> list[Any]:
     ]
 
 
-def _shape(named: dict[str, Any]) -> tuple[int, int] | None:
-    """Batch rows and tokens of a forward."""
-    for name in ("input_ids", "inputs_embeds"):
+def _sizes(named: dict[str, Any]) -> tuple[int, ...]:
+    """Sizes of a forward's tokens, batch rows first; none where its arguments do not tell.
+
+    Two, as a rule. Of three, ids of several choices end with the tokens, and ids of several codebooks do not.
+    """
+    for name, width in (("input_ids", 0), ("inputs_embeds", 1)):
         x = named.get(name)
-        if x is not None and x.dim() >= 2:
-            return x.shape[0], x.shape[1]
-    return None
+        if x is not None and x.dim() >= 2 + width:
+            return tuple(x.shape[: x.dim() - width])
+    return ()
+
+
+def _most_rows(named: dict[str, Any]) -> int | None:
+    """Tokens that a forward has at most; None where its arguments do not tell."""
+    return max(_sizes(named)[1:], default=None)
 
 
 def _named(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -100,9 +109,12 @@ def _open(attached: Attachment, requests: Requests, module: torch.nn.Module, nam
     if not attached.serves or _overruled(attached, module):
         attached.enter(Forward(attached, NOWHERE, stock=True, aside=owner_of(module) not in (None, attached)))
         return
-    cache, shape = cache_of(named), _shape(named)
-    batch, rows = (0, 0) if shape is None else shape
-    past = past_length(cache)
+    cache = cache_of(named)
+    if around := surroundings():  # in which nothing is asked of tensors, and nothing kept of them
+        attached.enter(Forward(attached, NOWHERE, cache, around))
+        return
+    past, sizes = past_length(cache), _sizes(named)
+    rows = max(sizes[1:], default=0)
     draft = drafted(attached, past)
     if draft and rows - draft < attached.session.min_query:
         attached.session.note(DRAFT)
@@ -110,13 +122,18 @@ def _open(attached: Attachment, requests: Requests, module: torch.nn.Module, nam
         if cache is not None:
             requests.drop(cache)
         return
-    progress, goes_on = requests.advance(cache, past, rows - draft, batch)
-    progress.prefill.memory.prefix.steady = is_steady(cache)
+    prefill, goes_on = requests.advance(cache, past)
+    prefix = prefill.memory.prefix
+    prefix.steady = is_steady(cache)
+    if not prefix.steady:
+        prefix.clear()
     if goes_on and ((grain := attached.session.route.method_grain) is None or past % grain):
         why = "the method has no grain" if grain is None else f"its grain is {grain} tokens"
         attached.session.note(f"prefill was cut at token {past}; {why}, so the cut may change what is selected")
     read = None if attached.reader is None or draft else attached.reader.rows()
-    attached.enter(Forward(attached, progress, cache, _objection(attached, module, named), draft=draft, read=read))
+    end = past + rows - draft if len(sizes) == 2 else None
+    dense = _objection(attached, module, named)
+    attached.enter(Forward(attached, prefill, cache, dense, draft=draft, end=end, read=read))
 
 
 @eagerly
@@ -131,8 +148,12 @@ def _close(attached: Attachment, requests: Requests, module: torch.nn.Module, ou
     cache = forward.cache
     if cache is None:
         cache = _made(output)
-    if cache is not None:
-        requests.keep(cache, forward.progress)
+    if cache is None:
+        return
+    if forward.dense is None:
+        requests.keep(cache, forward.prefill, past_length(cache) if forward.end is None else forward.end)
+    else:
+        requests.drop(cache)
 
 
 def _tell_missing(attached: Attachment, seen: set[int]) -> None:

@@ -8,6 +8,7 @@ is found by its cache and goes with it.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 import threading
@@ -17,12 +18,11 @@ from contextvars import ContextVar
 from traceback import walk_stack
 from types import FrameType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
-from attrs import Factory, define, field, frozen
+from attrs import define, field, frozen
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import QuantizedLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -30,6 +30,7 @@ from ..session.kinds import Kinds
 from ..session.session import Fallback, Prefill, Session
 from .inspection import configurations, trained_length
 from .masks import Compact, MaskFunction
+from .own import foreign
 from .switch import LOCK, Switch, named_before
 from .unread import Reader
 
@@ -43,8 +44,6 @@ class Original:
     """An implementation by the name that transformers knows it by, such as ``sdpa`` or ``eager``."""
 
     name: str
-    applies_extras: bool = field(default=Factory(lambda self: "sdpa" not in self.name, takes_self=True), init=False)
-    """True if it honours softcap and sinks; sdpa drops both in silence, and equality means to drop them too."""
 
     @classmethod
     def of(cls, decoder: PreTrainedModel) -> Original:
@@ -53,18 +52,32 @@ class Original:
 
     def attention(self, module: torch.nn.Module) -> Any:
         """Its attention function for this module; ``eager`` is the one in the file of the module's class."""
-        for owner in type(module).__mro__:
-            file = sys.modules.get(owner.__module__)
-            eager = getattr(file, "eager_attention_forward", None)
+        for names in _files(type(module)):
+            eager = names.get("eager_attention_forward")
             if eager is not None:
-                registry = getattr(file, "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
+                registry = names.get("ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
                 return registry.get_interface(self.name, eager)
         return ALL_ATTENTION_FUNCTIONS[self.name]
+
+    def applies_extras(self, module: torch.nn.Module) -> bool:
+        """True if it honours softcap and sinks; sdpa drops both in silence, and equality means to drop them too."""
+        return self.attention(module) is not sdpa_attention_forward
+
+    def foreign(self, module: torch.nn.Module) -> str:
+        """Name of what is not transformers' own in its attention function for this module; empty where all is."""
+        return foreign(self.attention(module))
 
     def mask(self) -> MaskFunction | None:
         """Its mask function; None for an implementation that takes no mask."""
         found: MaskFunction | None = ALL_MASK_ATTENTION_FUNCTIONS.get(self.name)
         return found
+
+
+def _files(kind: type) -> Iterator[dict[str, Any]]:
+    """The names in the file of a module's forward, then in those of its classes."""
+    yield getattr(inspect.unwrap(getattr(kind, "forward", kind)), "__globals__", {})
+    for owner in kind.__mro__:
+        yield getattr(sys.modules.get(owner.__module__), "__dict__", {})
 
 
 def weakly(module: torch.nn.Module) -> weakref.ref[Any]:
@@ -266,35 +279,30 @@ class Attachment:
             self._settle()
 
 
-@frozen(eq=False)
-class Progress:
-    """Progress of a cache's prefill: the next chunk starts at token `end`, with as many batch rows."""
-
-    prefill: Prefill
-    end: int
-    batch: int
-
-
 @define(eq=False, repr=False)
 class Forward:
     """One forward of a decoder, as one attachment sees it.
 
     dense: why every layer of it stays with the host's attention; None if nothing is. stock: it does not go through this
     session at all. aside: it may go through another's. draft: its last tokens that are a draft, and no part of the
-    prompt before them, which ends where `progress` says. read: how many last rows are read; None for all. small: what
-    the gate left to the host, by sizes. seen: layers that called the attention function. over: it has ended.
-    frame: the `id` of its frame on the stack, which is there until it ends; 0 where there was none, as in a graph.
+    prompt before them. end: tokens of that prompt in the cache when it has ended; None where its inputs do not tell.
+    read: how many last rows are read; None for all. small: what the gate left to the host, by sizes. foreign: what is
+    not transformers' own in the attention function of a class of modules. seen: layers that called the attention
+    function. over: it has ended. frame: the `id` of its frame on the stack, which is there until it ends; 0 where there
+    was none, as in a graph.
     """
 
     owner: Attachment
-    progress: Progress
+    prefill: Prefill
     cache: Any = None
     dense: str | None = None
     stock: bool = False
     aside: bool = False
     draft: int = 0
+    end: int | None = None
     read: int | None = None
     small: dict[Hashable, Fallback] = field(factory=dict, init=False)
+    foreign: dict[type, str] = field(factory=dict, init=False)
     seen: set[int] = field(factory=set, init=False)
     over: bool = field(default=False, init=False)
     outer: Forward | None = field(default=None, init=False)
@@ -310,38 +318,6 @@ class Forward:
         while frame is not None and id(frame) != self.frame:  # each layer asks: `walk_stack` takes three times as long
             frame = frame.f_back
         return frame is None or not _runs(frame, self.owner.decoder)
-
-
-class Requests:
-    """Prefills in progress, by cache. Entries vanish with their cache, or when it decodes."""
-
-    def __init__(self) -> None:
-        self._caches: WeakKeyDictionary[Any, Progress] = WeakKeyDictionary()
-        self._lock = threading.Lock()
-
-    def advance(self, cache: Any, past: int, rows: int, batch: int) -> tuple[Progress, bool]:
-        """The prefill of a forward of `rows` tokens behind `past`; whether it goes on with an earlier chunk.
-
-        It does only where the last chunk of this cache ended; after decoding, cropping or a reset a new one begins.
-        """
-        with self._lock:
-            before = None if cache is None else self._caches.get(cache)
-            goes_on = before is not None and before.end == past > 0 and before.batch == batch
-            prefill = before.prefill if before is not None and goes_on else Prefill()
-            return Progress(prefill, past + rows, batch), goes_on
-
-    def keep(self, cache: Any, progress: Progress) -> None:
-        """Remember where this cache's prefill stands."""
-        with self._lock:
-            self._caches[cache] = progress
-
-    def drop(self, cache: Any) -> None:
-        """The cache decodes: its prefill is over."""
-        with self._lock:
-            self._caches.pop(cache, None)
-
-    def __len__(self) -> int:
-        return len(self._caches)
 
 
 def current(owner: Attachment) -> Forward | None:
@@ -412,22 +388,3 @@ def _frames(decoder: torch.nn.Module | None) -> Iterator[int]:
 
 def _runs(frame: FrameType, decoder: torch.nn.Module | None) -> bool:
     return frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is decoder
-
-
-def past_length(cache: Any) -> int:
-    """Tokens the cache holds already; 0 for none and for caches that cannot tell (linear attention only)."""
-    if cache is None:
-        return 0
-    try:
-        return int(cache.get_seq_length())
-    except (AttributeError, ValueError, TypeError):
-        return 0
-
-
-def is_steady(cache: Any) -> bool:
-    """True if the cache gives keys and values back as it got them: transformers' own do, unless they quantize."""
-    layers = getattr(cache, "layers", None)
-    if not isinstance(layers, list):
-        return False
-    ours = (type(layer).__module__ == QuantizedLayer.__module__ for layer in layers)
-    return all(ours) and not any(isinstance(layer, QuantizedLayer) for layer in layers)

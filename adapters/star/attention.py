@@ -85,7 +85,7 @@ class Switch:
             refused = "a sliding window reaches into the block before, which another rank may hold"
         if refused:
             raise UnsupportedCallError([f"layer {layer_of(module)}: {refused}"])
-        extras = self.original.applies_extras  # sdpa drops both in silence, and equality means to drop them too
+        extras = self.original.applies_extras(module)  # sdpa drops both in silence, and equality means to drop them too
         return AttentionCall(
             query,
             key,

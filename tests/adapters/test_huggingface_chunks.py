@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from typing import Any
@@ -12,8 +13,9 @@ import attrs
 import pytest
 import torch
 from sparseprefill.adapters.huggingface import attach
+from sparseprefill.adapters.huggingface.caches import Requests, is_steady
 from sparseprefill.adapters.huggingface.inspection import cache_of
-from sparseprefill.adapters.huggingface.state import Requests, is_steady
+from sparseprefill.adapters.session.session import Prefill
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, QuantoQuantizedLayer
 
@@ -169,27 +171,127 @@ def test_a_cut_off_the_grain_is_noted() -> None:
     assert any("has no grain" in note for note in handle.report().notes)
 
 
-class Cache:
-    """Weakly referable, as transformers' caches are."""
+class Cache:  # noqa: PLW1641
+    """Weakly referable, as transformers' caches are. Like every class with `__eq__` alone it has no hash."""
+
+    def __init__(self) -> None:
+        self.keys = [torch.zeros(1, 2, 10, 4), torch.ones(1, 2, 10, 4)]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Cache)
 
 
 def test_requests() -> None:
-    requests, cache = Requests(), Cache()
-    progress, goes_on = requests.advance(cache, 0, 10, 1)
-    assert not goes_on
-    requests.keep(cache, progress)
-    for past, batch, wanted in ((10, 1, True), (11, 1, False), (0, 1, False), (10, 2, False)):
-        again, goes_on = requests.advance(cache, past, 5, batch)
-        assert goes_on is wanted
-        assert (again.prefill is progress.prefill) is wanted
-        assert again.end == past + 5
+    requests, cache, other, prefill = Requests(), Cache(), Cache(), Prefill()
+    requests.keep(cache, prefill, 10)
+    requests.keep(other, Prefill(), 10)
+    assert 2 == len(requests), "equal, but not the same"
+    assert (prefill, True) == requests.advance(cache, 10)
+    for past in (11, 0):
+        assert not requests.advance(cache, past)[1]
+    assert requests.advance(cache, 10)[0] is prefill
     requests.drop(cache)
-    assert not requests.advance(cache, 10, 5, 1)[1]
-    requests.keep(cache, progress)
-    assert len(requests) == 1
-    del cache
+    assert not requests.advance(cache, 10)[1]
+    requests.keep(cache, prefill, 10)
+    del cache, other
     gc.collect()
-    assert len(requests) == 0
+    assert 0 == len(requests)
+    for odd in ((), [], object(), None):  # nothing weak, or nothing to tell by
+        requests.keep(odd, prefill, 10)
+        assert not requests.advance(odd, 10)[1]
+        requests.drop(odd)
+
+
+def _into(layer: Any) -> None:
+    layer.keys[:, :, 5] = 0
+
+
+def _storage(layer: Any) -> None:
+    layer.values.data = layer.values.data.clone()
+
+
+def _swapped(cache: Any) -> None:
+    cache.layers.reverse()
+
+
+def _copied(cache: Any) -> None:
+    cache.layers[1] = copy.deepcopy(cache.layers[1])
+
+
+def _grown_back(cache: Any) -> None:
+    last = [(layer.keys[:, :, -1:], layer.values[:, :, -1:]) for layer in cache.layers]
+    cache.crop(-1)
+    for index, (keys, values) in enumerate(last):
+        cache.update(keys, values, index)
+
+
+SWAP = torch.tensor([1, 0])
+CHANGES: dict[str, Any] = {
+    "reordered": lambda cache: cache.reorder_cache(SWAP),
+    "selected": lambda cache: cache.batch_select_indices(SWAP),
+    "repeated": lambda cache: (cache.batch_select_indices(SWAP[:1]), cache.batch_repeat_interleave(2)),
+    "one row": lambda cache: cache.batch_select_indices(SWAP[:1]),
+    "more rows": lambda cache: cache.batch_repeat_interleave(2),
+    "cropped and grown back": _grown_back,
+    "written into": lambda cache: _into(cache.layers[0]),
+    "another storage": lambda cache: _storage(cache.layers[1]),
+    "layers swapped": _swapped,
+    "a layer copied": _copied,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@torch.no_grad()
+def test_a_cache_that_was_changed_is_that_of_another_prefill(change: Any) -> None:
+    """What was remembered was remembered of other keys: the same is chosen as for a fresh copy of the cache."""
+    model, ids = hf_models.build("llama"), hf_models.prompt(96, 2)
+    _, diary = with_diary()
+    method = attrs.evolve(weighted(Counted()), observers=(diary,))
+    with attach(model, method, tail=0, gate=None):
+        cache = DynamicCache(config=model.config)
+        for first in (0, 32):
+            model(ids[:, first : first + 32], past_key_values=cache)
+        assert [(0, 0, 1), (1, 0, 2), (0, 32, 3), (1, 32, 4)] == diary.seen
+        change(cache)
+        fresh = copy.deepcopy(cache)
+        rows = ids[:1].expand(cache.layers[0].keys.shape[0], -1)
+        expected = model(rows[:, 64:], past_key_values=fresh).logits
+        actual = model(rows[:, 64:], past_key_values=cache).logits
+    assert [(0, 64, 1), (1, 64, 2)] * 2 == diary.seen[4:]
+    assert torch.equal(expected, actual)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_cache_that_nobody_touched_goes_on(inference: bool) -> None:
+    """Inference tensors do not tell whether they were written to: their prefill goes on, without statistics of keys."""
+    model, ids, counted = hf_models.build("llama"), hf_models.prompt(96), Counted()
+    _, diary = with_diary()
+    method = attrs.evolve(weighted(counted), observers=(counted, diary))
+    with torch.inference_mode(inference), torch.no_grad(), attach(model, method, tail=0, gate=None):
+        cache = DynamicCache(config=model.config)
+        for first in (0, 32, 64):
+            model(ids[:, first : first + 32], past_key_values=cache)
+    assert [1, 2, 3, 4, 5, 6] == [count for *_, count in diary.seen]
+    assert inference == (not any(kept for _, kept in counted.seen))
+
+
+@torch.no_grad()
+def test_a_cache_without_a_hash_is_one_like_any_other() -> None:
+    """By identity: of two that call themselves equal each has a prefill of its own."""
+
+    class Equal(DynamicCache):  # noqa: PLW1641
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, Equal)
+
+    model, ids = hf_models.build("llama"), hf_models.prompt(96)
+    pipeline, diary = with_diary()
+    with attach(model, pipeline):
+        caches = [Equal(config=model.config) for _ in range(2)]
+        for cache in caches:
+            model(ids[:, :48], past_key_values=cache)
+        for cache in caches:
+            model(ids[:, 48:], past_key_values=cache)
+    assert [1, 2, 1, 2, 3, 4, 3, 4] == [count for *_, count in diary.seen]
 
 
 @torch.no_grad()

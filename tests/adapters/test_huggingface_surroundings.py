@@ -16,7 +16,12 @@ import pytest
 import torch
 from sparseprefill.adapters.huggingface import attach
 from torch import Tensor
-from transformers import DynamicCache
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache, GPT2Config, GPT2DoubleHeadsModel
 
 import sparseprefill as sp
 from helpers import hf_models
@@ -72,6 +77,145 @@ def together(run: Callable[[int], T]) -> list[T | Exception]:
 
     with ThreadPoolExecutor(THREADS) as pool:
         return list(pool.map(wait, range(THREADS)))
+
+
+Function = Callable[[Tensor], Tensor]
+
+
+class Counting(TorchDispatchMode):
+    """Sees every operation."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Listening(TorchFunctionMode):
+    """Sees every function."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def within(mode: Any) -> Callable[[Function, Tensor], Tensor]:
+    def run(function: Function, x: Tensor) -> Tensor:
+        with mode():
+            return function(x)
+
+    return run
+
+
+def with_duals(function: Function, x: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        found = forward_ad.unpack_dual(function(forward_ad.make_dual(x, x)))
+        assert found.tangent is not None
+        return torch.stack(found)
+
+
+def traced(function: Function, x: Tensor) -> Tensor:
+    made: Tensor = make_fx(function)(x)(x)
+    return made
+
+
+def faked(function: Function, x: Tensor) -> Tensor:
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        shape = function(mode.from_tensor(x)).shape
+    return torch.zeros(shape)
+
+
+STOCK: dict[str, tuple[Callable[[Function, Tensor], Any], str]] = {
+    "jvp": (lambda f, x: torch.stack(torch.func.jvp(f, (x,), (x,))), "torch.func"),
+    "vmap": (lambda f, x: torch.func.vmap(f)(torch.stack([x, 2 * x])), "torch.func"),
+    "vmap of jvp": (
+        lambda f, x: torch.func.vmap(lambda z: torch.func.jvp(f, (z,), (z,))[1])(torch.stack([x, 2 * x])),
+        "torch.func",
+    ),
+    "grad": (lambda f, x: torch.func.grad(lambda z: f(z).sum())(x), "torch.func"),
+    "functionalize": (lambda f, x: torch.func.functionalize(f)(x), "torch.func"),
+    "dual tensors": (with_duals, "gradients are recorded forward"),
+    "make_fx": (traced, "mode"),
+    "fake tensors": (faked, "FakeTensorMode"),
+    "a mode of operations": (within(Counting), "Counting"),
+    "a mode of functions": (within(Listening), "Listening"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("method", ["dense", "streaming", "rowmax"])
+@pytest.mark.parametrize(("run", "said"), STOCK.values(), ids=STOCK)
+def test_transforms_and_modes_run_the_stock_model(run: Any, said: str, method: str) -> None:
+    """To the bit, recorded with a reason; and later prefills of the same length meet nothing of it."""
+    model, other = (hf_models.build("llama", attn_implementation="eager") for _ in range(2))
+    length = 131 + [one for one, _ in STOCK.values()].index(run)
+    model.set_attn_implementation("eager")
+    model.requires_grad_(False)
+    ids = hf_models.prompt(length)
+    embeds, known = model.get_input_embeddings()(ids).detach(), sp.default_registry().get(method)
+
+    def logits(z: Tensor) -> Tensor:
+        # With a cache transformers asks nothing of values, which cannot be traced.
+        made: Tensor = model(inputs_embeds=z, past_key_values=DynamicCache()).logits
+        return made
+
+    expected = run(logits, embeds)
+    with attach(model, method, gate=None, tail=0, **{**known.small, **known.stand_in}) as handle:
+        actual = run(logits, embeds)
+        (reason,) = handle.report().fallbacks
+        assert said in reason
+        assert {"dense"} == {layer.mode for layer in handle.report().layers}
+    assert torch.equal(expected, actual)
+    for one in (model, other):
+        assert all(bool(x.isfinite().all()) for x in prefilled(one, method, ids))
+
+
+@torch.no_grad()
+def test_a_cache_that_was_filled_in_a_mode_begins_a_prefill_of_its_own() -> None:
+    model, ids = hf_models.build("llama"), hf_models.prompt(96)
+    with attach(model, "streaming", gate=None, tail=0, **hf_models.STREAMING) as handle:
+        cache = DynamicCache(config=model.config)
+        with Counting():
+            model(ids[:, :48], past_key_values=cache)
+        model(ids[:, 48:], past_key_values=cache)
+    report = handle.report()
+    assert [(1, 1)] * 2 == [(layer.dense_calls, layer.sparse_calls) for layer in report.layers]
+    assert {} == dict(report.notes)
+
+
+def test_nothing_is_verified_within_a_transform_or_a_mode() -> None:
+    model = hf_models.build("llama")
+    with Counting(), pytest.raises(sp.AttachError, match=r"cannot be verified here.*Counting.*verify=False"):
+        attach(model, "dense")
+    with Counting(), attach(model, "dense", verify=False):
+        pass
+
+
+@torch.no_grad()
+def test_a_model_without_numbers_is_stock() -> None:
+    model, ids = hf_models.build("llama").to("meta"), hf_models.prompt(96).to("meta")
+    with pytest.raises(sp.AttachError, match=r"meta device hold no numbers: load the model's weights.*verify=False"):
+        attach(model, "streaming")
+    with attach(model, "streaming", gate=None, verify=False) as handle:
+        cache = DynamicCache(config=model.config)
+        assert model(ids, past_key_values=cache).logits.is_meta
+        assert model(ids, past_key_values=cache).logits.is_meta
+    (reason,) = handle.report().fallbacks
+    assert "meta device" in reason
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("choices", [1, 2, 20])
+@torch.no_grad()
+def test_ids_of_several_choices_are_as_long_as_their_texts(choices: int) -> None:
+    sizes: Any = {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 300, "num_labels": 1}
+    model = GPT2DoubleHeadsModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None)).eval()
+    ids = hf_models.prompt(90, choices)[None]
+    ends = torch.full((1, choices), 89)
+    with attach(model, "streaming", gate=None, tail=0, **hf_models.STREAMING) as handle:
+        model(ids, mc_token_ids=ends)
+        model(ids[..., :9], mc_token_ids=ends.clamp(max=8))
+    report = handle.report()
+    assert [(1, 0)] * 2 == [(layer.sparse_calls, layer.dense_calls) for layer in report.layers]
+    assert {} == dict(report.fallbacks)
+    assert (choices < 16) == report.short_forwards
 
 
 @torch.no_grad()

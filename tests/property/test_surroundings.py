@@ -15,6 +15,9 @@ from attrs import evolve
 from sparseprefill.plugins.share_prefill.clustering import similarity
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import sparseprefill as sp
@@ -346,6 +349,67 @@ def test_sizes_alone_can_be_asked_of_fake_tensors() -> None:
             assert isinstance(last_rows(fake, 5)[0], FakeTensor)
         assert not isinstance(last_rows(call, 5)[0], FakeTensor)
         assert sp.SparseMask.full(call, 16).density == 1.0
+
+
+class Wrapped(Tensor):
+    """What a mode of functions may make of every tensor."""
+
+
+class Wrapping(TorchFunctionMode):
+    """Wraps whatever a function of torch gives."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        return found.as_subclass(Wrapped) if type(found) is Tensor else found
+
+
+def jvp(run: Callable[[], Any]) -> None:
+    torch.func.jvp(lambda x: (run(), x)[1], (torch.ones(2),), (torch.ones(2),))
+
+
+def linearized(run: Callable[[], Any]) -> None:
+    torch.func.linearize(lambda x: (run(), x)[1], torch.ones(2))
+
+
+def dual(run: Callable[[], Any]) -> None:
+    with forward_ad.dual_level():
+        run()
+
+
+def wrapping(run: Callable[[], Any]) -> None:
+    with Wrapping():
+        run()
+
+
+TRANSFORMS: dict[str, Callable[[Callable[[], Any]], Any]] = {
+    "jvp": jvp,
+    "linearize": linearized,
+    "dual level": dual,
+    "vmap": lambda run: torch.func.vmap(lambda x: (run(), x)[1])(torch.ones(2)),
+    "grad": lambda run: torch.func.grad(lambda x: (run(), x)[1])(torch.tensor(1.0)),
+    "functionalize": lambda run: torch.func.functionalize(lambda x: (run(), x)[1])(torch.ones(2)),
+    "make_fx": lambda run: make_fx(lambda x: (run(), x)[1])(torch.ones(2)),
+    "a mode of functions": wrapping,
+}
+
+
+@pytest.mark.parametrize("within", TRANSFORMS.values(), ids=TRANSFORMS)
+@pytest.mark.parametrize("name", sorted(SCOPES.values()))
+def test_a_call_within_a_transform_leaves_nothing_behind(name: str, within: Callable[[Callable[[], Any]], Any]) -> None:
+    """Tensors of sizes alone are wrapped there, too; whatever comes of the call, later ones of its sizes are sound."""
+    number = [*TRANSFORMS.values()].index(within)
+    pipeline, call = small(name), make(211 + 5 * METHODS.index(name) + number, heads=4, kv_heads=2, kind="stripes")
+
+    def run() -> None:
+        with suppress(Exception):
+            pipeline.run(call)
+
+    within(run)
+    actual = tensors_of(pipeline.run(call))
+    with FlopCounterMode(display=False):
+        expected = tensors_of(pipeline.run(call))  # by nothing that is kept
+    assert all(type(x) is Tensor for x in actual)
+    assert all(torch.equal(*pair) for pair in zip(expected, actual, strict=True))
 
 
 def test_another_thread_in_a_mode_spoils_nothing() -> None:

@@ -216,7 +216,7 @@ MODELS: list[tuple[Callable[[], Any], dict[str, Any], str]] = [
     (
         lambda: hf_models.build("llama").to("meta"),
         {},
-        "does not run on plain token ids as it is, before it is attached",
+        "on the meta device hold no numbers: load the model's weights",
     ),
     (lambda: failing(0, of="model"), {}, BEFORE),
     (lambda: failing(1, 2), {}, BEFORE),

@@ -21,23 +21,31 @@ from sparseprefill.kernels import RECORDING, apart
 P = ParamSpec("P")
 T = TypeVar("T")
 MODES: Any = torch._C
-"""Knows which dispatch modes this thread is in; what torch says in Python is one word for all threads."""
+"""Knows which modes and transforms this thread is in; what torch says in Python is one word for all threads."""
 
 
 def in_a_mode() -> bool:
-    """True if this thread is in a dispatch mode, in which tensors may hold no numbers, as fake tensors do not."""
-    return bool(MODES._len_torch_dispatch_stack())
+    """True if this thread is in a dispatch mode, or in a transform of torch.func.
+
+    There tensors may hold no numbers, as fake tensors do not, or be wrapped for as long as it lasts, even those made of
+    sizes alone.
+    """
+    return bool(MODES._len_torch_dispatch_stack()) or MODES._functorch.maybe_current_level() is not None
 
 
 def remembered(most: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """The function with its last `most` answers kept, whatever mode the caller is in; its arguments are hashable.
 
-    Nobody may write to an answer. Within a dispatch mode nothing is kept or given: see `in_a_mode`.
+    Nobody may write to an answer. Within a dispatch mode or a transform nothing is kept or given: see `in_a_mode`. A
+    mode that sees functions of torch does not see these, so that nothing it makes of them is kept.
     """
 
     def decorate(make: Callable[P, T]) -> Callable[P, T]:
         def plain(*args: Any, **kwargs: Any) -> T:
-            with torch.inference_mode(False):  # else a later call with gradients could not use them
+            with (
+                torch._C.DisableTorchFunction(),
+                torch.inference_mode(False),
+            ):  # else a later call with gradients could not use them
                 return make(*args, **kwargs)
 
         known = cast(Callable[..., T], lru_cache(maxsize=most)(plain))
