@@ -256,6 +256,23 @@ def test_the_changelog_knows_the_version() -> None:
     assert any(title.startswith(sp.__version__) for title in titles)
 
 
+def test_contributing_says_how_to_run_one_test() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    named = re.findall(r"^pytest (?:-\S+ )*(tests/\S+\.py)::(\w+)", page, flags=re.M)
+    assert named
+    assert [one for file, one in named if f"def {one}(" not in (ROOT / file).read_text()] == []
+
+
+def test_contributing_lists_every_environment() -> None:
+    """`vllm-29` stands for those of older versions, and one per Python for all."""
+    defined = set()
+    for head in re.findall(r"^\[testenv:(.+)\]$", (ROOT / "tox.ini").read_text(), flags=re.M):
+        start, brace, rest = head.partition("{")
+        defined |= {start + one for one in rest.rstrip("}").split(",")} if brace else {head}
+    listed = set(re.findall(r"^\| `tox -e (\S+)` \|", (ROOT / "CONTRIBUTING.md").read_text(), flags=re.M))
+    assert defined - {"vllm-30", "vllm-31"} == listed - {"py311"}
+
+
 def test_index_leads_to_every_page() -> None:
     index = ROOT / "docs" / "index.md"
     linked = {(index.parent / target.partition("#")[0]).resolve() for target in links(index.read_text())}
