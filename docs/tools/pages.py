@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
+from html import unescape
 from pathlib import Path, PurePosixPath
 from posixpath import normpath, relpath
 from tempfile import TemporaryDirectory
@@ -38,7 +39,11 @@ LINK = re.compile(r"(?<=\]\()(?!\w+:)(?P<path>[^)\s#]+)(?P<anchor>#[^)\s]*)?(?=\
 WHOLE = re.compile(r"\[(?P<text>[^\]\[]*)\]\((?!\w+:)(?P<path>[^)\s#]+)\)")
 NAMED = re.compile(r"^ *```.*?^ *```$|^#[^\n]*$|\[[^\]\[]*\]\(|`(?:sp\.)?(?P<name>\w+)`", flags=re.M | re.S)
 """Inline code that may be a public name; fenced blocks, headings and texts of links are skipped."""
-CELL = re.compile(r"<td[^>]*>.*?</td>", flags=re.S)
+CELL = re.compile(r"(?P<first><tr>\s*)?<td(?P<how>[^>]*)>(?P<text>.*?)</td>", flags=re.S)
+NAME, TEXT = 20, 40
+"""Up to so many characters a row's first cell is a name, and stays in one line; beyond so many any cell is text, for
+which phones make room.
+"""
 INVENTORIES = (
     "https://docs.python.org/3/objects.inv",
     "https://docs.pytorch.org/docs/stable/objects.inv",
@@ -110,8 +115,15 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, **_: object) -> str:
-    """Keeps figures of tables and their per cent signs in one line."""
-    return CELL.sub(lambda cell: re.sub(r"(?<=\d) (?=%)", "&nbsp;", cell[0]), html)
+    """Keeps figures of tables and their per cent signs in one line, and marks names and text for site.css."""
+
+    def marked(cell: re.Match[str]) -> str:
+        text = re.sub(r"(?<=\d) (?=%)", "&nbsp;", cell["text"])
+        long = len(unescape(re.sub(r"<[^>]*>", "", text)))
+        kind = ' class="text"' if long > TEXT else ' class="name"' if cell["first"] and long <= NAME else ""
+        return f"{cell['first'] or ''}<td{cell['how']}{kind}>{text}</td>"
+
+    return CELL.sub(marked, html)
 
 
 def named(markdown: str) -> str:

@@ -59,7 +59,7 @@ def test_the_page_fits_a_browser(page: Path, width: int) -> None:
         "PyQt6.QtWebEngineCore", reason="needs PyQt6-WebEngine, a headless Chromium", exc_type=ImportError
     )
     done = subprocess.run(
-        [sys.executable, str(MEASURE), str(page), str(width)], capture_output=True, text=True, check=False, timeout=100
+        [sys.executable, str(MEASURE), str(width), str(page)], capture_output=True, text=True, check=False, timeout=100
     )
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout)

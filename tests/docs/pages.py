@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SKIP = re.compile(r"<!-- skip: (?P<reason>.+) -->")
 FILE = re.compile(r"<!-- file: (?P<path>\S+) -->")
+FENCED = re.compile(r"^\s*```.*?^\s*```\s*$", flags=re.M | re.S)
 LINK = re.compile(r"(?<!\\)\[[^\]\[]*\]\((?P<target>[^)\s]+)\)")
 
 
@@ -33,8 +36,8 @@ class Block:
 
 
 def pages() -> list[Path]:
-    """README, CONTRIBUTING, CHANGELOG and every page under docs/."""
-    top = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+    """README, CONTRIBUTING, CHANGELOG, SECURITY and every page under docs/."""
+    top = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")]
     return [page for page in top if page.exists()] + sorted((ROOT / "docs").rglob("*.md"))
 
 
@@ -77,13 +80,40 @@ def blocks(text: str) -> list[Block]:
 
 def prose(text: str) -> str:
     """The page without its fenced blocks and inline code."""
-    return re.sub(r"`[^`\n]*`", "", re.sub(r"^\s*```.*?^\s*```\s*$", "", text, flags=re.M | re.S))
+    return re.sub(r"`[^`\n]*`", "", FENCED.sub("", text))
 
 
 def headings(text: str) -> list[str]:
     """Titles of all levels, code marks removed."""
-    bare = re.sub(r"^\s*```.*?^\s*```\s*$", "", text, flags=re.M | re.S)
-    return [match[1].replace("`", "").strip() for match in re.finditer(r"^#{1,6} (.+)$", bare, flags=re.M)]
+    return [title for _, title in outline(text)]
+
+
+def outline(text: str) -> list[tuple[int, str]]:
+    """Level and title of each heading, code marks removed."""
+    found = re.finditer(r"^(#{1,6}) (.+)$", FENCED.sub("", text), flags=re.M)
+    return [(len(match[1]), match[2].replace("`", "").strip()) for match in found]
+
+
+def passages(text: str) -> Iterator[str]:
+    """What is written once on a page: sections by their path of titles, paragraphs, list items, and three rows of a
+    table one below the other (a single row may be the same in two tables). Fenced blocks and comments are left out.
+    """
+    path: list[str] = []
+    for level, title in outline(text):
+        path = [*path[: level - 1], title]
+        yield "# " + " / ".join(path)
+    plain = re.sub(r"<!--.*?-->|^#[^\n]*$", "", FENCED.sub("\n\n", text), flags=re.M | re.S)
+    for paragraph in re.split(r"\n\s*\n", plain):
+        if paragraph.lstrip().startswith("|"):
+            rows = [" ".join(row.split()) for row in paragraph.strip().splitlines()][2:]
+            yield from ("\n".join(rows[at : at + 3]) for at in range(max(1, len(rows) - 2)))
+        else:
+            yield from (" ".join(item.split()) for item in re.split(r"\n(?=\s*(?:[-*]|\d+\.) )", paragraph))
+
+
+def repeated(text: str) -> list[str]:
+    """Passages that a page has more than once."""
+    return [passage for passage, times in Counter(passages(text)).items() if passage and times > 1]
 
 
 def anchors(text: str) -> set[str]:

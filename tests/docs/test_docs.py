@@ -22,7 +22,7 @@ from sparseprefill.adapters.cli.commands import app
 from typer.testing import CliRunner
 
 import sparseprefill as sp
-from docs.pages import ROOT, SKIP, anchors, blocks, headings, links, name, pages, section
+from docs.pages import ROOT, SKIP, anchors, blocks, headings, links, name, pages, repeated, section
 from helpers.harness_tasks import few_words
 from sparseprefill import errors, method, stages, testing
 from sparseprefill.breakeven.gate import TABLE
@@ -101,6 +101,29 @@ def test_a_skipped_block_says_why(page: Path) -> None:
         match["reason"] for comment in comments if (match := SKIP.fullmatch(comment.strip()))
     ]
     assert len(comments) == sum(block.skip is not None for block in blocks(text))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_a_page_says_everything_once(page: Path) -> None:
+    assert repeated(page.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("more", "twice"),
+    [
+        ("## One\n\nmore", ["# Page / One"]),
+        ("## Two\n\nA first\nparagraph.", ["A first paragraph."]),
+        ("## Two\n\n- Another\n- An item,\n  wrapped", ["- An item, wrapped"]),
+        ("## Two\n\n| x | y |\n|---|---|\n| a | b |\n| c | d |\n| e | f |", ["| a | b |\n| c | d |\n| e | f |"]),
+        ("## Two\n\n| x | y |\n|---|---|\n| a | b |\n| c | d |", []),
+        ("## Two\n\n### One\n\n```\ncode\n```\n\n<!-- output -->\n```\ncode\n```", []),
+    ],
+    ids=["section", "paragraph", "item", "rows", "some rows", "code"],
+)
+def test_what_stands_twice_is_found(more: str, twice: list[str]) -> None:
+    begun = "# Page\n\n## One\n\nA first paragraph.\n\n- An item, wrapped\n\n"
+    table = "| x | y |\n|---|---|\n| a | b |\n| c | d |\n| e | f |\n\n<!-- output -->\n```\ncode\n```\n\n"
+    assert repeated(begun + table + more) == twice
 
 
 def entries(page: Path) -> set[str]:
@@ -231,6 +254,23 @@ def test_every_page_of_a_method_belongs_to_a_method() -> None:
 def test_the_changelog_knows_the_version() -> None:
     titles = headings((ROOT / "CHANGELOG.md").read_text())
     assert any(title.startswith(sp.__version__) for title in titles)
+
+
+def test_contributing_says_how_to_run_one_test() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    named = re.findall(r"^pytest (?:-\S+ )*(tests/\S+\.py)::(\w+)", page, flags=re.M)
+    assert named
+    assert [one for file, one in named if f"def {one}(" not in (ROOT / file).read_text()] == []
+
+
+def test_contributing_lists_every_environment() -> None:
+    """`vllm-29` stands for those of older versions, and one per Python for all."""
+    defined = set()
+    for head in re.findall(r"^\[testenv:(.+)\]$", (ROOT / "tox.ini").read_text(), flags=re.M):
+        start, brace, rest = head.partition("{")
+        defined |= {start + one for one in rest.rstrip("}").split(",")} if brace else {head}
+    listed = set(re.findall(r"^\| `tox -e (\S+)` \|", (ROOT / "CONTRIBUTING.md").read_text(), flags=re.M))
+    assert defined - {"vllm-30", "vllm-31"} == listed - {"py311"}
 
 
 def test_index_leads_to_every_page() -> None:

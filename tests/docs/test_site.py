@@ -10,6 +10,7 @@ import pkgutil
 import re
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -17,7 +18,7 @@ import pytest
 import yaml
 
 import sparseprefill as sp
-from docs.pages import ROOT
+from docs.pages import ROOT, name, outline, pages
 from sparseprefill import testing
 
 DOCS = ROOT / "docs"
@@ -47,6 +48,44 @@ def generated() -> list[str]:
 def test_every_page_is_in_the_navigation_once() -> None:
     there = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")} | BESIDE
     assert Counter(there) == Counter(paths(SITE["nav"]))
+
+
+def test_a_title_in_the_menu_opens_nothing() -> None:
+    """With `navigation.indexes` it opens the section's first README, wherever that stands."""
+    assert "navigation.indexes" not in SITE["theme"]["features"]
+
+
+@pytest.mark.parametrize("page", pages(), ids=name)
+def test_a_page_shows_its_contents(page: Path) -> None:
+    """No page hides them, and a long one has some: a heading for each 100 lines."""
+    text = page.read_text(encoding="utf-8")
+    matter = yaml.safe_load(text.split("---")[1]) if text.startswith("---\n") else {}
+    assert matter.get("hide", []) == []
+    lines = len(text.splitlines())
+    shown = [title for level, title in outline(text) if level > 1]
+    assert lines <= 250 or len(shown) >= lines / 100
+
+
+def test_the_site_hides_no_contents() -> None:
+    assert "toc.integrate" not in SITE["theme"]["features"]
+    toc = next(one["toc"] for one in SITE["markdown_extensions"] if isinstance(one, dict) and "toc" in one)
+    assert "toc_depth" not in toc
+
+
+def test_search_works_from_a_folder() -> None:
+    """Without a server a browser reads no index and starts no worker; without a network it fetches no substitute."""
+    assert {"search", "offline"} <= set(map(str, SITE["plugins"]))
+    assert SITE["use_directory_urls"] is False
+    scripts = SITE["extra"]["polyfills"]
+    assert any("iframe-worker" in script for script in scripts)
+    assert [script for script in scripts if not (DOCS / script).is_file()] == []
+
+
+def test_no_column_of_tables_is_kept_in_one_line() -> None:
+    """A long first cell would push the others off the screen."""
+    rules = re.findall(r"([^{}]+)\{([^{}]*)\}", (DOCS / "site.css").read_text(encoding="utf-8"))
+    kept = [selector.strip() for selector, body in rules if "nowrap" in body]
+    assert [one for one in kept if not one.endswith(".name")] == []
 
 
 def test_files_beside_docs_are_there() -> None:
