@@ -46,6 +46,12 @@ def written() -> str:
     return f"written: {', '.join(_files)}" if _files else "nothing was written"
 
 
+def lacks_memory(error: Exception) -> bool:
+    """True for the errors of Python and of PyTorch, on a GPU and on a CPU, that say so."""
+    said = any(words in str(error) for words in ("out of memory", "can't allocate memory"))
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and said)
+
+
 class Stop:
     """Ctrl-C or SIGTERM ends the block and not the command, which then shows what it has: ``with Stop() as stop: ...``.
 
@@ -111,18 +117,14 @@ class Group(TyperGroup):
             _fail(str(error), 1)
         except (StoppedError, typer.Abort):
             _fail(f"stopped: {written()}", 130)
-        except MemoryError as error:
-            _fail(f"{error or 'there is not enough memory'}: {_SMALLER}", 1)
         except OSError as error:  # files have their own words, so this is standard output
             if error.errno not in _FULL:
                 raise
             sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - else Python tries once more
             _fail(f"standard output: {error.strerror}; free space, or send it elsewhere", 1)
-        except RuntimeError as error:  # of PyTorch, on a GPU and on a CPU
-            if not any(word in str(error) for word in ("out of memory", "can't allocate memory")):
-                raise
-            _fail(f"{str(error).splitlines()[0]}: {_SMALLER}", 1)
         except Exception as error:  # typer's usage errors have no public base class across its versions
+            if lacks_memory(error):
+                _fail(f"{next(iter(str(error).splitlines()), 'there is not enough memory')}: {_SMALLER}", 1)
             text = getattr(error, "format_message", None)
             if text is None:
                 raise

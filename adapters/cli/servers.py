@@ -14,7 +14,7 @@ from attrs import asdict
 from sparseprefill import structure
 from sparseprefill.errors import ParameterError
 
-from . import render
+from . import loading, render
 from .group import CommandError
 from .options import Json, finite
 
@@ -47,11 +47,8 @@ def vllm_check(
         raise CommandError(
             f"the model cannot be read ({error}): install vLLM, or transformers: pip install transformers"
         ) from error
-    try:
-        whole = AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        first = next(iter(str(error).splitlines()), type(error).__name__)
-        raise CommandError(f"--model {model}: transformers cannot read its config.json: {first}") from error
+    with loading.reading(model, "--model", "config.json"):
+        whole = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     found = check(additional, whole, model)
     if json:
         render.write_json(asdict(found))
