@@ -214,6 +214,20 @@ class Source:
                 f"{most - greedy} or less{STRETCHED}"
             )
 
+    def fitted(self, tokens: int, greedy: int, say: Callable[[str], None]) -> int:
+        """So many --tokens of a text, or what is left of the model's own length for a greedy continuation of so many.
+
+        say: hears where that is less. CommandError where the model does not read the text itself.
+        """
+        most = self.positions
+        if most is None or tokens + greedy <= most:
+            return tokens
+        if tokens > most:
+            self.check_greedy(f"--tokens {tokens}: texts have so many tokens", tokens, greedy)
+        left = most - greedy
+        say(f"--tokens {tokens:,}: texts have {left:,}, as the model reads {most:,}, and {greedy} more follow a text")
+        return left
+
     def check_layers(self, layer: int, head: int) -> None:
         """CommandError where the model has no such layer or query head."""
         text = self.config.get_text_config()
