@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import shutil
 import signal
 import sys
@@ -24,6 +25,8 @@ from sparseprefill.errors import SparsePrefillError, nearest
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _SMALLER = "pass shorter lengths or smaller sizes, or free memory"
+EXAMPLE = re.compile(r"such as ('.*?'|\S+?)[.,;]?(?=\s|$)")
+"""A value in the help of whatever a command cannot do without."""
 _files: list[str] = []
 
 
@@ -128,7 +131,7 @@ class Group(TyperGroup):
             text = getattr(error, "format_message", None)
             if text is None:
                 raise
-            _fail(_unparsed(error) or text(), getattr(error, "exit_code", 2))
+            _fail(_unparsed(error) or f"{text()}{_example(error)}", getattr(error, "exit_code", 2))
         sys.exit(status if isinstance(status, int) else 0)
 
     def invoke(self, ctx: Any) -> Any:
@@ -172,6 +175,22 @@ def _unparsed(error: Any) -> str:
         _, among, choices = said.partition(" is not one of ")
         remedy = f"one of {choices}" if among else f"another value: {said}"
     return f"{max(names, key=len)} {value}: pass {remedy}"
+
+
+def _example(error: Any) -> str:
+    """A whole command line, behind the error of one that lacks something; empty behind any other error."""
+    context = getattr(error, "ctx", None)
+    if type(error).__name__ != "MissingParameter" or context is None:  # typer's class is private
+        return ""
+    words = ["sparseprefill", context.info_name]
+    for one in context.command.params:
+        if one.required:
+            words += (
+                [*one.opts[:1], *EXAMPLE.findall(one.help)]
+                if one.opts[0].startswith("-")
+                else EXAMPLE.findall(one.help)
+            )
+    return f" Such as: {' '.join(words)}"
 
 
 def _fail(message: str, status: int) -> NoReturn:

@@ -111,7 +111,10 @@ Model = Annotated[
     ),
 ]
 OneModel = Annotated[
-    str, typer.Argument(metavar="MODEL", callback=check_model, help="Folder or name of a transformers model.")
+    str,
+    typer.Argument(
+        metavar="MODEL", callback=check_model, help="Folder or name of a transformers model, such as Qwen/Qwen3-0.6B."
+    ),
 ]
 Prompts = Annotated[
     Path | None,

@@ -20,6 +20,8 @@ from .options import Json, finite
 
 VLLM, SGLANG = "http://127.0.0.1:8000", "http://127.0.0.1:30000"
 """Default address of the servers."""
+CONFIG = '\'{"sparseprefill": {"method": "rowmax"}}\''
+"""A configuration, as a shell takes it."""
 NEEDED = "VLLM_PLUGINS=sparseprefill"
 """The option that opens our own endpoint; vLLM without endpoint plugins has another, in development mode."""
 EXTENSION = "sparseprefill.adapters.vllm.worker.ReportExtension"
@@ -30,9 +32,13 @@ Timeout = Annotated[float, typer.Option(min=0.1, callback=finite, help="Seconds 
 
 def vllm_check(
     config: Annotated[
-        str, typer.Argument(help="What vLLM gets as --additional-config: JSON, or a .json or .toml file of it.")
+        str,
+        typer.Argument(
+            metavar="CONFIG",
+            help=f"What vLLM gets as --additional-config: JSON such as {CONFIG}, or a .json or .toml file of it.",
+        ),
     ],
-    model: Annotated[str, typer.Option(help="Folder of the model; its weights are not loaded.")],
+    model: Annotated[str, typer.Option(help="Folder of the model, such as ./my-model; its weights are not loaded.")],
     json: Json = False,
 ) -> None:
     """Check a configuration for vLLM against a model without starting a server: what it would refuse, and run dense."""
@@ -67,7 +73,7 @@ def vllm_check(
 
 
 def vllm_report(
-    url: Annotated[str, typer.Argument(help=f"Address of the server, such as {VLLM}.")],
+    url: Annotated[str, typer.Argument(metavar="URL", help=f"Address of the server, such as {VLLM}.")],
     timeout: Timeout = 30.0,
     json: Json = False,
 ) -> None:
@@ -102,7 +108,7 @@ class _AbsentError(Exception):
 
 
 def sglang_report(
-    url: Annotated[str, typer.Argument(help=f"Address of the server, such as {SGLANG}.")],
+    url: Annotated[str, typer.Argument(metavar="URL", help=f"Address of the server, such as {SGLANG}.")],
     timeout: Timeout = 30.0,
     json: Json = False,
 ) -> None:

@@ -182,9 +182,9 @@ def test_a_reading_that_outlasts_the_time_is_told_before_it_begins(
     assert 0 == result.exit_code, result.output
     _, dense, method = result.stderr.splitlines()
     assert re.fullmatch(
-        r"dense attention: 2\.00 s for its first prefill, which warms up; a reading of a text with a method takes about "
-        r"6\.0 s, and outlasts the [12]\.\d s that are left: one is made in any case; pass more --seconds, or fewer "
-        r"--tokens",
+        r"dense attention: 2\.00 s for its first prefill, which warms up; a reading of a text with a method takes "
+        r"about 6\.0 s, and outlasts the [12]\.\d s that are left: one is made in any case; pass more --seconds, "
+        r"or fewer --tokens",
         dense,
     )
     assert method.startswith("streaming (")
