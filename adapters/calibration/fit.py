@@ -40,6 +40,7 @@ class ModelReadings:
     """A model that reads prompts, for a search; each prompt's dense pass is made once and kept.
 
     sizes: what is looked at of each prompt. tail: last rows of a prompt that get every key, as `attach` does it.
+    progress: hears of each layer that has run.
     """
 
     model: Any
@@ -47,6 +48,7 @@ class ModelReadings:
     prompts: Sequence[Prompt]
     sizes: Sizes
     tail: int = TAIL
+    progress: Progress = lambda what, done, of: None
     _read: dict[int, Comparison] = field(factory=dict, init=False)
 
     @property
@@ -60,11 +62,20 @@ class ModelReadings:
 
     def run(self, candidate: Candidate, prompt: int) -> Outcome:
         """The outcome of a candidate on it."""
-        return self._comparison(prompt).run(candidate.contender(self.identity, self.tail))
+
+        def told(what: str, done: int, of: int) -> None:
+            self.progress(f"{candidate.name}: {what}", done, of)
+
+        return self._comparison(prompt).run(candidate.contender(self.identity, self.tail), told)
+
+    def again(self, prompt: int) -> Outcome:
+        """The outcome of the model's own attention, its prefill timed once more (`Comparison.again`)."""
+        self._read[prompt] = self._comparison(prompt).again()
+        return self.stock(prompt)
 
     def compared(self, prompt: int) -> Comparison:
         """The prompt, by index, read by the model's own attention."""
-        return Comparison.of(self.model, self.prompts[prompt], self.sizes)
+        return Comparison.of(self.model, self.prompts[prompt], self.sizes, progress=self.progress)
 
     def _comparison(self, prompt: int) -> Comparison:
         if prompt not in self._read:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
+from functools import partial
 from json import dumps
 from math import ceil
 from pathlib import Path
@@ -15,7 +16,7 @@ import typer
 from attrs import evolve, frozen
 
 from sparseprefill import __version__
-from sparseprefill.errors import AttachError, ParameterError
+from sparseprefill.errors import ParameterError
 
 from ..session.defaults import TAIL
 from . import options, render
@@ -42,6 +43,8 @@ TEXTS = 4
 LONGER = "Longer prompts may gain: pass --tokens."
 READING = 3
 """Prefills that one reading of a text with a method costs, about: it is measured, and a continuation follows."""
+AGAIN = 10
+"""Prefills of dense attention that there must be time for before its first one is timed once more."""
 SEARCH = 0.75
 """Share of the time for the search; the rest is for timing what was found."""
 EVERY = {"cpu": 8, "cuda": 1}
@@ -123,11 +126,11 @@ def try_(
     times: list[SideBySide] = []
     with bars(1) as shown, place.threaded():
         source = Source.of(model, place, device_map, "MODEL")
-        longest = _longest(texts, source, tokens, SIZES.greedy)
+        longest = _longest(texts, source, tokens, SIZES.greedy, shown)
         loaded = source.load()
         began, spent = time.monotonic(), time.process_time()
         until = began + seconds
-        length = longest if tokens else _length(loaded, longest, len(methods), SEARCH * seconds)
+        length = longest if tokens else _length(partial(_first, loaded, shown), longest, len(methods), SEARCH * seconds)
         prompts = _prompts(texts, source, length, seed)
         identity = identity_of(loaded, model)
         how = {"seed": seed, "tail": TAIL, "seconds": seconds, "target": str(target), "left_out": left_out}
@@ -144,17 +147,20 @@ def try_(
             f"{_counted(prompts, 'text')} of {length:,} tokens, {_counted(methods, 'method')}; about {seconds:.0f} s, "
             "and a reading that has begun is finished"
         )
-        readings = ModelReadings(loaded, identity, prompts, evolve(SIZES, every=EVERY[place.kind]), TAIL)
+        sizes = evolve(SIZES, every=EVERY[place.kind])
+        readings = ModelReadings(loaded, identity, prompts, sizes, TAIL, shown.doing)
+        _dense(readings, began + SEARCH * seconds, shown)
         every = _every_key(loaded, registry, readings, target, shown)
         if every is not None and every.error:
             left_out[options.DENSE] = f"it failed, so that what windows gain by themselves is not known: {every.error}"
             every = None
         searcher = Searcher(length, candidates(methods), readings, target, "seconds", until=began + SEARCH * seconds)
         told: set[str] = set()
-        with Stop() as stop, shown.contender(f"{length:,} tokens") as progress:
+        with Stop() as stop:
+            progress = shown.settings(f"{length:,} tokens")
 
             def hear(done: int, of: int) -> None:
-                progress("settings", done, of)
+                progress(done, of)
                 _tell(searcher.result(), told, shown)
 
             searcher.run(hear)
@@ -359,19 +365,15 @@ class Verdict:
 
 def _every_key(model: Any, registry: Registry, readings: ModelReadings, target: Target, shown: Bars) -> Trial | None:
     """The trial of every key, by this library, on one text, for a model with layers that have a sliding window; None
-    for any other, and for one that cannot be attached, of which every trial of the search tells."""
+    for any other."""
     from ..calibration.candidates import Candidate
     from ..calibration.search import Trial
     from ..huggingface.dry_run import windows
 
-    try:
-        if not windows(model):
-            return None
-    except AttachError:
+    if not windows(model):
         return None
     candidate = Candidate(registry.get(options.DENSE), {})
-    with shown.contender("every key"):
-        outcomes = (readings.run(candidate, 0),)
+    outcomes = (readings.run(candidate, 0),)
     made = Trial(candidate, outcomes, target.shortfall(outcomes))
     took = made.error or f"{made.cost('seconds'):.2f} s a prefill"
     shown.finished(f"every key, and windows as such: {took}")
@@ -384,13 +386,33 @@ def enough(whole: SideBySide, times: Sequence[SideBySide]) -> bool:
     return whole.speed_up >= WORTH and best < WORTH * whole.speed_up
 
 
+def _dense(readings: ModelReadings, until: float, shown: Bars) -> None:
+    """Read a text with dense attention, and say what a prefill takes, and for how many readings there is time.
+
+    until: when the search ends. A prefill is timed again where that takes little of the time.
+    """
+    began = time.monotonic()
+    stock = readings.stock(0)
+    now = time.monotonic()
+    steady = (until - now) >= AGAIN * stock.seconds
+    if steady:
+        stock = readings.again(0)
+    each, left = max(READING * stock.seconds, now - began), max(0.0, until - time.monotonic())
+    prefill = f"{stock.seconds:.2f} s " + ("a prefill" if steady else "for its first prefill, which warms up")
+    if each <= left:
+        room = f"there is time for about {left // each:,.0f} readings of a text with a method"
+    else:
+        room = (
+            f"a reading of a text with a method takes about {each:.1f} s, and outlasts the {left:.1f} s that are left: "
+            "one is made in any case; pass more --seconds, or fewer --tokens"
+        )
+    shown.finished(f"dense attention: {prefill}; {room}")
+
+
 def _tell(found: Search, told: set[str], shown: Bars) -> None:
-    """A line for those who wait: one for dense attention, and one for each method, at its first setting."""
+    """A line for those who wait, for each method, at its first setting."""
     from .searched import named
 
-    if found.stock and "" not in told:
-        told.add("")
-        shown.finished(f"dense attention: {found.stock[0].seconds:.2f} s a prefill")
     for one in found.trials:
         if one.candidate.name not in told:
             told.add(one.candidate.name)
@@ -410,15 +432,14 @@ def _kept(trial: Trial) -> str:
     return ", ".join([*parts, f"and it computes {one.density:.0%} of the pairs"])
 
 
-def _longest(texts: Sequence[Text] | None, source: Source, tokens: int | None, greedy: int) -> int:
+def _longest(texts: Sequence[Text] | None, source: Source, tokens: int | None, greedy: int, shown: Bars) -> int:
     """Tokens of the longest text that there is, and that the model reads; CommandError where that is too short."""
     from ..evaluation.prompts import tokenized
 
     most = source.positions
     room = LENGTHS[-1] if most is None else most - greedy
     if tokens is not None:
-        source.check_greedy(f"--tokens {tokens}: texts have so many tokens", tokens, greedy)
-        room = tokens
+        tokens = room = source.fitted(tokens, greedy, shown.finished)
     if texts is None:
         there = room
     else:
@@ -432,14 +453,24 @@ def _longest(texts: Sequence[Text] | None, source: Source, tokens: int | None, g
     return found
 
 
-def _length(model: Any, longest: int, methods: int, seconds: float) -> int:
-    """Tokens of the longest texts that every method can read one of in half of the time, by one dense prefill."""
+def _first(model: Any, shown: Bars, tokens: int) -> float:
+    """Seconds of a dense prefill of so many random tokens, whose layers are shown."""
+    from ..evaluation.comparison import counted
     from ..evaluation.reading import Reader
 
+    with counted(model, partial(shown.doing, f"a first prefill of {tokens:,} tokens")):
+        return Reader(model).once(tokens)
+
+
+def _length(first: Callable[[int], float], longest: int, methods: int, seconds: float) -> int:
+    """Tokens of the longest texts that every method can read one of in half of the time, by one dense prefill.
+
+    first: gives the seconds of one of so many tokens.
+    """
     fits = min(LENGTHS[0], longest)
     if longest <= fits:
         return fits
-    once = Reader(model).once(fits)
+    once = first(fits)
     begun = fits
     for one in (*(each for each in LENGTHS if begun < each < longest), longest):
         cost = READING * methods * once * (one / begun) ** 2  # at most: not all of a prefill is attention

@@ -43,7 +43,9 @@ def methods(json: Json = False) -> None:
 
 
 def show(
-    name: Annotated[str, typer.Argument(help="Name of a method, refiner or corrector.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Name of a method, refiner or corrector, such as rowmax.")
+    ],
     kind: Annotated[
         str | None, typer.Option(help="method, refiner or corrector, where several have the name.", show_default=False)
     ] = None,

@@ -156,6 +156,8 @@ def _prompts(
     most = source.positions
     if most is not None and greedy >= most:
         raise CommandError(f"--greedy {greedy}: the model reads at most {most} tokens, the prompt included; pass fewer")
+    if tokens is not None:
+        tokens = source.fitted(tokens, greedy, render.note)
     if texts is not None:
         found = tokenized(texts[:count], source.tokenizer, tokens)
         for prompt in found:
@@ -163,7 +165,6 @@ def _prompts(
         rooms = [one for one in (None if most is None else most - greedy, tokens) if one is not None]
         return found if as_is else [with_copies(one, min(rooms, default=None), seed) for one in found]
     tokens = tokens or min(BUILT_IN, (most or BUILT_IN) - greedy)
-    source.check_greedy(f"a built-in prompt has {tokens} tokens", tokens, greedy)
     return built_in(source.tokenizer, tokens, count, seed)
 
 

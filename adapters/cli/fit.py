@@ -19,6 +19,7 @@ from .group import CommandError, check_writable
 if TYPE_CHECKING:
     from ..calibration.search import Rows
     from ..evaluation.prompts import Prompt, Text
+    from .progress import Bars
     from .setup import Source
 
 TOKENS = {"cpu": (2048, 8192), "cuda": (4096, 16384, 65536)}
@@ -113,7 +114,7 @@ def fit(
     with bars(1) as shown, place.threaded():
         source = Source.of(model, place, device_map)
         sizes = evolve(SIZES, repeats=1 if place.device.type == "cpu" or cost == "density" else 3)
-        groups = _prompts(prompts, texts, source, tokens or (), count, sizes.greedy, seed, as_is=as_is)
+        groups = _prompts(prompts, texts, source, tokens or (), count, sizes.greedy, seed, shown, as_is=as_is)
         for one in chain.from_iterable(groups.values()):
             check_length(one, sizes)
         loaded = source.load()
@@ -135,7 +136,7 @@ def fit(
         run = Run(target=target, by=cost, methods=names, identity=identity, output=output, place=place, how=how)
 
         def readings(length: int) -> ModelReadings:
-            return ModelReadings(loaded, identity, groups[length], sizes, tail)
+            return ModelReadings(loaded, identity, groups[length], sizes, tail, shown.doing)
 
         stop = run.over(list(groups), readings, every, until, shown)
         if cost == "seconds" and not stop.heard:
@@ -151,6 +152,7 @@ def _prompts(
     count: int,
     greedy: int,
     seed: int,
+    shown: Bars,
     *,
     as_is: bool,
 ) -> dict[int, list[Prompt]]:
@@ -160,9 +162,7 @@ def _prompts(
 
     most, tokenizer = source.positions, source.tokenizer
     room = None if most is None else most - greedy
-    lengths = sorted(set(tokens))
-    if lengths:
-        source.check_greedy(f"--tokens {lengths[-1]}: prompts have so many tokens", lengths[-1], greedy)
+    lengths = sorted({source.fitted(one, greedy, shown.finished) for one in tokens})
     if texts is None:
         usual = TOKENS[source.place.kind]
         lengths = lengths or [one for one in usual if room is None or one <= room] or [room or usual[0]]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import shutil
 import signal
 import sys
@@ -24,6 +25,8 @@ from sparseprefill.errors import SparsePrefillError, nearest
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _SMALLER = "pass shorter lengths or smaller sizes, or free memory"
+EXAMPLE = re.compile(r"such as ('.*?'|\S+?)[.,;]?(?=\s|$)")
+"""A value in the help of whatever a command cannot do without."""
 _files: list[str] = []
 
 
@@ -44,6 +47,12 @@ def wrote(path: Path) -> None:
 def written() -> str:
     """The files of this run, in words."""
     return f"written: {', '.join(_files)}" if _files else "nothing was written"
+
+
+def lacks_memory(error: Exception) -> bool:
+    """True for the errors of Python and of PyTorch, on a GPU and on a CPU, that say so."""
+    said = any(words in str(error) for words in ("out of memory", "can't allocate memory"))
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and said)
 
 
 class Stop:
@@ -111,22 +120,18 @@ class Group(TyperGroup):
             _fail(str(error), 1)
         except (StoppedError, typer.Abort):
             _fail(f"stopped: {written()}", 130)
-        except MemoryError as error:
-            _fail(f"{error or 'there is not enough memory'}: {_SMALLER}", 1)
         except OSError as error:  # files have their own words, so this is standard output
             if error.errno not in _FULL:
                 raise
             sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - else Python tries once more
             _fail(f"standard output: {error.strerror}; free space, or send it elsewhere", 1)
-        except RuntimeError as error:  # of PyTorch, on a GPU and on a CPU
-            if not any(word in str(error) for word in ("out of memory", "can't allocate memory")):
-                raise
-            _fail(f"{str(error).splitlines()[0]}: {_SMALLER}", 1)
         except Exception as error:  # typer's usage errors have no public base class across its versions
+            if lacks_memory(error):
+                _fail(f"{next(iter(str(error).splitlines()), 'there is not enough memory')}: {_SMALLER}", 1)
             text = getattr(error, "format_message", None)
             if text is None:
                 raise
-            _fail(_unparsed(error) or text(), getattr(error, "exit_code", 2))
+            _fail(_unparsed(error) or f"{text()}{_example(error)}", getattr(error, "exit_code", 2))
         sys.exit(status if isinstance(status, int) else 0)
 
     def invoke(self, ctx: Any) -> Any:
@@ -187,6 +192,22 @@ def _unparsed(error: Any) -> str:
         _, among, choices = said.partition(" is not one of ")
         remedy = f"one of {choices}" if among else f"another value: {said}"
     return f"{max(names, key=len)} {value}: pass {remedy}"
+
+
+def _example(error: Any) -> str:
+    """A whole command line, behind the error of one that lacks something; empty behind any other error."""
+    context = getattr(error, "ctx", None)
+    if type(error).__name__ != "MissingParameter" or context is None:  # typer's class is private
+        return ""
+    words = ["sparseprefill", context.info_name]
+    for one in context.command.params:
+        if one.required:
+            words += (
+                [*one.opts[:1], *EXAMPLE.findall(one.help)]
+                if one.opts[0].startswith("-")
+                else EXAMPLE.findall(one.help)
+            )
+    return f" Such as: {' '.join(words)}"
 
 
 def _fail(message: str, status: int) -> NoReturn:

@@ -20,7 +20,13 @@ PREFIX = "sparseprefill-"
 
 
 def new(
-    name: Annotated[str, typer.Argument(help="The name of the method or refiner: lower-case words joined by hyphens.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME",
+            help="The name of the method or refiner: lower-case words joined by hyphens, such as my-method.",
+        ),
+    ],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Folder to make; by default sparseprefill-NAME here.")
     ] = None,

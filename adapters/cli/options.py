@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
@@ -66,10 +67,10 @@ def check_model(context: typer.Context, parameter: typer.CallbackParam, path: st
     if path is None or context.resilient_parsing:  # as completion parses
         return path
     folder, named = Path(path), _named(parameter)
-    if path and folder.is_dir():
+    if path and os.path.isdir(path):  # False, and no error, for a name that is too long
         if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
             raise CommandError(f"{named} {path}: the folder holds no config.json; pass one that save_pretrained wrote")
-    elif path and folder.exists():
+    elif path and os.path.exists(path):
         raise CommandError(f"{named} {path}: that is a file; {MODELS}")
     elif not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", path):
         raise CommandError(f"{named} {path or repr(path)}: there is no such folder; {MODELS}")
@@ -110,7 +111,10 @@ Model = Annotated[
     ),
 ]
 OneModel = Annotated[
-    str, typer.Argument(metavar="MODEL", callback=check_model, help="Folder or name of a transformers model.")
+    str,
+    typer.Argument(
+        metavar="MODEL", callback=check_model, help="Folder or name of a transformers model, such as Qwen/Qwen3-0.6B."
+    ),
 ]
 Prompts = Annotated[
     Path | None,

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Column
 from rich.text import Text
 
-from sparseprefill.profiles.table import Progress
+from sparseprefill.profiles.table import Progress, Steps
 
 NARROW, WIDE = 60, 80
 """Columns of a terminal from which counts and the time so far are shown, and a bar."""
@@ -20,7 +20,7 @@ NARROW, WIDE = 60, 80
 
 @frozen
 class Bars:
-    """One bar for the contenders, with an estimate of the time left, one for what the present contender is doing.
+    """One bar for the contenders or settings, with an estimate of the time left, one for what the present one is doing.
 
     whole, now: rich's numbers of the two bars.
     """
@@ -38,10 +38,19 @@ class Bars:
         """Shows one contender; gives what to call on each step."""
 
         def progress(what: str, done: int, of: int) -> None:
-            self.shown.update(self.now, description=f"{name}: {what}", completed=done, total=of)
+            self.doing(f"{name}: {what}", done, of)
 
         yield progress
         self.shown.advance(self.whole)
+
+    def settings(self, name: str) -> Steps:
+        """Begin anew, with the settings of a search; gives what to call on each."""
+        self.shown.reset(self.whole, description=f"{name}: settings", total=None)
+        return lambda done, of: self.shown.update(self.whole, completed=done, total=of)
+
+    def doing(self, what: str, done: int, of: int) -> None:
+        """Shows what is being done now, such as the layers of a prefill."""
+        self.shown.update(self.now, description=what, completed=done, total=of)
 
     def finished(self, said: str) -> None:
         """A line on standard error, above the bars, at once; a file gets it, too."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from attrs import define, evolve, field
 
 from sparseprefill import structure
 from sparseprefill.errors import ParameterError, nearest
@@ -20,7 +21,7 @@ from .group import CommandError, Stop, check_writable, write
 
 if TYPE_CHECKING:
     from ..replay.client import Server
-    from ..replay.play import Row, Run
+    from ..replay.play import Asked, Row, Run
     from ..replay.script import Script
 
 VERSION = 1
@@ -29,6 +30,8 @@ MOST = 1 << 30
 """Bytes of a record."""
 COUNTED = 1000
 """Words of a text on which a server's tokens are counted."""
+SOON = 10.0
+"""Seconds to wait for a server's counters, of which nothing depends."""
 KEY = "OPENAI_API_KEY"
 """The variable that openai's own client reads, too."""
 NOTES = (
@@ -80,34 +83,35 @@ def replay(
         raise CommandError("--compare and --against name two references: pass one of them")
     span = _span(turn)
     check_writable("--record", record)
-    fields = _fields("--body", body)
     key = os.environ.get(KEY) or None
-    server = _chosen(Server(url, timeout, key, fields), model)
+    server = Server(url, timeout, key, _fields("--body", body))
     beside = None
     if against is not None or against_body is not None:
-        asked = Server(against or url, timeout, key, _fields("--against-body", against_body))
-        beside = _chosen(asked, model if against is None else None)
+        beside = Server(against or url, timeout, key, _fields("--against-body", against_body))
+    recorded = None if compare is None else _read(compare)
+    server = _chosen(server, model)  # the first request: what options say by themselves is known to fit
+    if beside is not None:
+        beside = _chosen(beside, model if against is None else None)
     reference: Run | None = None
-    if compare is None:
+    if recorded is None:
         script, guessed = _made(server, prefix, span, turns, sessions, questions, seed, answer)
     else:
-        script, answer, reference = _read(compare)
+        script, answer, reference = recorded
         guessed = False
         _check_room(server, script.tokens, answer, f"--compare {compare}")
     every = 1 + sum(max(1, len(one.questions)) for turns_ in script.sessions for one in turns_)
     expected = every * (1 if beside is None else 2)
-    mine: list[Any] = []
-    others: list[Any] = []
-    run = run_of(server, mine)
+    mine, others = _Played(server), None if beside is None else _Played(beside)
     with Stop() as stop:
-        run = _played(server, script, answer, mine, expected)
-        if beside is not None and not (run.asked and run.asked[0].error):
-            reference = _played(beside, script, answer, others, expected)
-    if stop.heard:
-        run = run_of(server, mine) if not others else run
-        reference = run_of(beside, others) if beside is not None else reference
-    done = len(mine) + len(others)
-    stop.check(done)
+        mine.play(script, answer, expected)
+        if others is not None and not mine.failed:
+            others.play(script, answer, expected)
+    run = mine.run
+    if others is not None and not mine.failed:
+        reference = others.run
+    done = len(mine.asked) + (0 if others is None else len(others.asked))
+    if not json:  # which is whole without any request, too
+        stop.check(done)
     found = rows(run, reference)
     remarks = _remarks(run, reference, guessed)
     if record is not None and not stop.heard:
@@ -118,15 +122,9 @@ def replay(
         render.write_json(
             {
                 **{"url": url, "model": server.model, "script": script.settings, "stopped": stop.heard},
-                **{"turns": [one.figures for one in found], "cache": _hits(run)},
-                "reference": None
-                if reference is None
-                else {
-                    **{"url": reference.url, "model": reference.model, "cache": _hits(reference)},
-                    "turns": [one.figures for one in beside_rows],
-                },
-                **{"errors": _errors(run), "remarks": remarks},
-                "requests": run.plain["asked"],
+                **_facts(run, found),
+                "reference": None if reference is None else {**_whose(reference), **_facts(reference, beside_rows)},
+                "remarks": remarks,
             }
         )
     else:
@@ -138,11 +136,45 @@ def replay(
     stop.end(done, expected, "requests", failed=failed)
 
 
-def run_of(server: Server, asked: Sequence[Any], hits: tuple[float, float] | None = None) -> Run:
-    """The questions to a server, as a run."""
-    from ..replay.play import Run
+@define
+class _Played:
+    """A server's answers to a script, as far as they have come. hits: see `Run`."""
 
-    return Run(server.url, server.model, tuple(asked), hits)
+    server: Server
+    asked: list[Asked] = field(factory=list)
+    hits: tuple[float, float] | None = None
+
+    @property
+    def failed(self) -> bool:
+        """True if the first request did."""
+        return bool(self.asked and self.asked[0].error)
+
+    @property
+    def run(self) -> Run:
+        """All of it."""
+        from ..replay.play import Run
+
+        return Run(self.server.url, self.server.model, tuple(self.asked), self.hits)
+
+    def play(self, script: Script, answer: int, expected: int) -> None:
+        """Let the server answer. Whatever ends it leaves what has come, and the counters of the cache."""
+        from ..replay.play import play
+        from .progress import bars
+
+        soon = evolve(self.server, timeout=min(SOON, self.server.timeout))
+        before = soon.cache()
+        try:
+            with bars(expected) as shown:
+                for one in play(self.server, script, answer):
+                    self.asked.append(one)
+                    with shown.contender(self.server.url) as progress:
+                        progress(f"session {one.session + 1}, turn {one.turn}", 0, 1)
+                    if self.failed:
+                        break
+        finally:
+            after = soon.cache() if before is not None else None
+            if before is not None and after is not None:
+                self.hits = after[0] - before[0], after[1] - before[1]
 
 
 def table_of(
@@ -187,28 +219,8 @@ def _seconds(value: float | None) -> str:
     return f"{value:.2f} s" if value >= 1 else f"{1000 * value:.1f} ms"
 
 
-def _played(server: Server, script: Script, answer: int, into: list[Any], expected: int) -> Run:
-    """Let a server answer a script. into: gets its requests as they end, so that Ctrl-C leaves them."""
-    from ..replay.play import play
-    from .progress import bars
-
-    before = server.cache()
-    with bars(expected) as shown:
-        for one in play(server, script, answer):
-            with shown.contender(server.url) as progress:
-                progress(f"session {one.session + 1}, turn {one.turn}", 0, 1)
-            into.append(one)
-            if one.error and one.turn == 0:
-                break
-    after = server.cache()
-    hits = None if before is None or after is None else (after[0] - before[0], after[1] - before[1])
-    return run_of(server, into, hits)
-
-
 def _chosen(server: Server, wanted: str | None) -> Server:
     """The server with a model that it serves; CommandError where the one that is wanted is none of them."""
-    from attrs import evolve
-
     known = server.models()
     if wanted is not None and wanted not in known:
         raise CommandError(f"--model {wanted}: {server.url} serves no such model{nearest(wanted, [*known])}")
@@ -226,10 +238,10 @@ def _made(
     answer: int,
 ) -> tuple[Script, bool]:
     """The script for a server, and whether its tokens are guessed because the server does not count them."""
-    from ..replay.script import KINDS, Pieces, sample, script_of
+    from ..replay.script import KINDS, Pieces, least_prefix, sample, script_of
 
-    most = prefix + span[1] * turns
-    _check_room(server, most, answer, f"--prefix {prefix} --turn {span[0]}-{span[1]} --turns {turns}")
+    given = f"--turn {span[0]}-{span[1]} --turns {turns}"
+    _check_room(server, prefix + span[1] * turns, answer, f"--prefix {prefix} {given}")
     rates, guessed = {}, False
     for kind in KINDS[:1] if sessions == 1 else KINDS[:sessions]:
         text = sample(kind, COUNTED, seed)
@@ -240,6 +252,8 @@ def _made(
     try:
         return script_of(prefix, span, turns, sessions, questions, seed, rates), guessed
     except ParameterError as error:
+        least = least_prefix(rates[KINDS[0]])
+        _check_room(server, least + span[1] * turns, answer, f"--{error}; with {given}")
         raise CommandError(f"--{error}") from error
 
 
@@ -277,11 +291,24 @@ def _read(path: Path) -> tuple[Script, int, Run]:
 
     try:
         found = structure.parsed(structure.read(path, MOST))
-        if not isinstance(found, dict) or found.get("version") != VERSION or not isinstance(found.get("answer"), int):
+        answer = found.get("answer") if isinstance(found, dict) and found.get("version") == VERSION else None
+        if not isinstance(answer, int) or answer < 1:
             raise ParameterError("it is not what --record of this version writes: record it anew")
-        return Script.of(found.get("script")), found["answer"], Run.of(found.get("run"))
+        return Script.of(found.get("script")), answer, Run.of(found.get("run"))
     except ParameterError as error:
         raise CommandError(f"--compare {path}: {error}") from error
+
+
+def _whose(run: Run) -> dict[str, Any]:
+    return {"url": run.url, "model": run.model}
+
+
+def _facts(run: Run, found: Sequence[Row]) -> dict[str, Any]:
+    """A run as plain data. found: its rows."""
+    return {
+        **{"turns": [one.figures for one in found], "cache": _hits(run), "errors": _errors(run)},
+        "requests": run.plain["asked"],
+    }
 
 
 def _errors(run: Run) -> dict[str, int]:

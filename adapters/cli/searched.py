@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -137,13 +136,12 @@ class Run:
         its share of the time.
         """
         stop = Stop()
-        shown.expect(len(lengths))
         for index, length in enumerate(lengths):
             now = time.monotonic()
             ends = now + (until - now) * length / sum(lengths[index:])
             searcher = Searcher(length, candidates, readings(length), self.target, self.by, until=ends)
-            with stop, shown.contender(f"{length:,} tokens") as progress:
-                searcher.run(partial(progress, "settings"))
+            with stop:
+                searcher.run(shown.settings(f"{length:,} tokens"))
             found = searcher.result()
             if found.trials or not stop.heard:
                 self.searches.append(found)

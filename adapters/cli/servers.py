@@ -14,12 +14,14 @@ from attrs import asdict
 from sparseprefill import structure
 from sparseprefill.errors import ParameterError
 
-from . import render
+from . import loading, render
 from .group import CommandError
 from .options import Json, finite
 
 VLLM, SGLANG = "http://127.0.0.1:8000", "http://127.0.0.1:30000"
 """Default address of the servers."""
+CONFIG = '\'{"sparseprefill": {"method": "rowmax"}}\''
+"""A configuration, as a shell takes it."""
 NEEDED = "VLLM_PLUGINS=sparseprefill"
 """The option that opens our own endpoint; vLLM without endpoint plugins has another, in development mode."""
 EXTENSION = "sparseprefill.adapters.vllm.worker.ReportExtension"
@@ -30,9 +32,13 @@ Timeout = Annotated[float, typer.Option(min=0.1, callback=finite, help="Seconds 
 
 def vllm_check(
     config: Annotated[
-        str, typer.Argument(help="What vLLM gets as --additional-config: JSON, or a .json or .toml file of it.")
+        str,
+        typer.Argument(
+            metavar="CONFIG",
+            help=f"What vLLM gets as --additional-config: JSON such as {CONFIG}, or a .json or .toml file of it.",
+        ),
     ],
-    model: Annotated[str, typer.Option(help="Folder of the model; its weights are not loaded.")],
+    model: Annotated[str, typer.Option(help="Folder of the model, such as ./my-model; its weights are not loaded.")],
     json: Json = False,
 ) -> None:
     """Check a configuration for vLLM against a model without starting a server: what it would refuse, and run dense."""
@@ -48,11 +54,8 @@ def vllm_check(
         raise CommandError(
             f"the model cannot be read ({error}): install vLLM, or transformers: pip install transformers"
         ) from error
-    try:
-        whole = AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        first = next(iter(str(error).splitlines()), type(error).__name__)
-        raise CommandError(f"--model {model}: transformers cannot read its config.json: {first}") from error
+    with loading.reading(model, "--model", "config.json"):
+        whole = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     found = check(additional, whole, model)
     if json:
         render.write_json(asdict(found))
@@ -71,7 +74,7 @@ def vllm_check(
 
 
 def vllm_report(
-    url: Annotated[str, typer.Argument(help=f"Address of the server, such as {VLLM}.")],
+    url: Annotated[str, typer.Argument(metavar="URL", help=f"Address of the server, such as {VLLM}.")],
     timeout: Timeout = 30.0,
     json: Json = False,
 ) -> None:
@@ -106,7 +109,7 @@ class _AbsentError(Exception):
 
 
 def sglang_report(
-    url: Annotated[str, typer.Argument(help=f"Address of the server, such as {SGLANG}.")],
+    url: Annotated[str, typer.Argument(metavar="URL", help=f"Address of the server, such as {SGLANG}.")],
     timeout: Timeout = 30.0,
     json: Json = False,
 ) -> None:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from attrs import evolve, frozen
 
-from sparseprefill.errors import extra
+from sparseprefill.errors import AttachError
 
 from ..evaluation.reading import threads
 from .group import CommandError
-from .options import MODELS
+from .loading import REMEDIES, reading
 
 if TYPE_CHECKING:
     from sparseprefill.profiles.identity import ModelIdentity
@@ -111,7 +110,7 @@ class Source:
     """Origin of a model: all that can be told of it, and checked, before it is loaded.
 
     path: folder or name of a transformers model, None for the embedded one. device_map: how to spread it over devices.
-    option: that gave the path, for messages.
+    option: that gave the path, for messages. said: what others had to say of the tokenizer, for later.
     """
 
     path: str | None
@@ -120,23 +119,37 @@ class Source:
     tokenizer: Any
     device_map: str | None = None
     option: str = "--model"
+    said: Sequence[Callable[[], None]] = ()
 
     @classmethod
     def of(cls, path: str | None, place: Place, device_map: str | None = None, option: str = "--model") -> Source:
         """Reads a model's configuration and its tokenizer. CommandError where there is none."""
-        with _read(path, option):
-            if path is None:
-                from ..demo import model
+        if path is None:
+            from ..demo import model
 
+            with reading(None, option, "config.json"):
                 return cls(None, place, model.load_config(), model.load_tokenizer(), device_map)
-            from transformers import AutoConfig, AutoTokenizer
+        with reading(path, option, "config.json"):
+            from transformers import AutoConfig
 
-            config, tokenizer = AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path)
-            return cls(path, place, config, tokenizer, device_map, option)
+            config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+            from ..huggingface.identity import check_attention
+
+            try:
+                check_attention(
+                    config.get_text_config(), (getattr(config, "architectures", None) or [type(config).__name__])[0]
+                )
+            except AttachError as error:
+                raise CommandError(f"{option} {path}: {error}") from error
+        with reading(path, option, "tokenizer") as said:
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        return cls(path, place, config, tokenizer, device_map, option, said)
 
     def load(self) -> Any:
-        """The model, ready to read."""
-        with _read(self.path, self.option):
+        """The model, ready to read. CommandError where it cannot be loaded whole, or where no method could serve it."""
+        with reading(self.path, self.option, "weights") as said:
             if self.path is None:
                 from ..demo import model
 
@@ -144,8 +157,38 @@ class Source:
             from transformers import AutoModelForCausalLM
 
             spread = {} if self.device_map is None else {"device_map": self.device_map}
-            found: Any = AutoModelForCausalLM.from_pretrained(self.path, dtype=self.place.dtype, **spread)
-            return (found.to(self.place.device) if self.device_map is None else found).eval()
+            found: Any
+            found, how = AutoModelForCausalLM.from_pretrained(
+                self.path, dtype=self.place.dtype, trust_remote_code=False, output_loading_info=True, **spread
+            )
+            self._check_whole(found, sorted(how.get("missing_keys", ())))
+            found = (found.to(self.place.device) if self.device_map is None else found).eval()
+            from ..huggingface.dry_run import windows
+
+            try:
+                windows(found)  # with that all weights have been read, too: the first prefill takes what later ones do
+            except AttachError as error:
+                raise CommandError(
+                    f"{self.option} {self.path}: {error}; pass a causal language model that attach takes"
+                ) from error
+        for again in (*self.said, *said):
+            again()
+        return found
+
+    def _check_whole(self, model: Any, missing: list[str]) -> None:
+        """CommandError where weights are missing, or the tokenizer has tokens that the model has not."""
+        if missing:
+            raise CommandError(
+                f"{self.option} {self.path}: its weights lack {len(missing)} of the tensors of {type(model).__name__}, "
+                f"such as {missing[0]}; {REMEDIES['weights']}"
+            )
+        table, tokens = model.get_input_embeddings(), getattr(self.tokenizer, "vocab_size", 0)
+        rows = getattr(getattr(table, "weight", None), "shape", (tokens,))[0]
+        if tokens > rows:  # added tokens may stand behind the last row: texts hold none of them
+            raise CommandError(
+                f"{self.option} {self.path}: its tokenizer has {tokens:,} tokens, and the model {rows:,}; "
+                f"{REMEDIES['tokenizer']}"
+            )
 
     @property
     def positions(self) -> int | None:
@@ -171,6 +214,20 @@ class Source:
                 f"{most - greedy} or less{STRETCHED}"
             )
 
+    def fitted(self, tokens: int, greedy: int, say: Callable[[str], None]) -> int:
+        """So many --tokens of a text, or what is left of the model's own length for a greedy continuation of so many.
+
+        say: hears where that is less. CommandError where the model does not read the text itself.
+        """
+        most = self.positions
+        if most is None or tokens + greedy <= most:
+            return tokens
+        if tokens > most:
+            self.check_greedy(f"--tokens {tokens}: texts have so many tokens", tokens, greedy)
+        left = most - greedy
+        say(f"--tokens {tokens:,}: texts have {left:,}, as the model reads {most:,}, and {greedy} more follow a text")
+        return left
+
     def check_layers(self, layer: int, head: int) -> None:
         """CommandError where the model has no such layer or query head."""
         text = self.config.get_text_config()
@@ -189,24 +246,3 @@ def identity_of(model: Any, path: str | None) -> ModelIdentity:
 
     known = identity(find_decoder(model))
     return evolve(known, name=EMBEDDED) if path is None else known
-
-
-@contextmanager
-def _read(path: str | None, option: str) -> Iterator[None]:
-    """Errors of transformers while a model is read as those of an option, or of the embedded one (path None)."""
-    try:
-        from transformers.utils import logging
-    except ImportError as error:
-        what = "the embedded model" if path is None else option
-        raise CommandError(f"{what} needs transformers: {extra('hf')}") from error
-    logging.disable_progress_bar()
-    try:
-        yield
-    except (OSError, ValueError, ImportError) as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        if path is None:
-            remedy = "install the package with its checkpoint, or train one"
-            raise CommandError(f"the embedded model: {reason}; {remedy}") from error
-        if Path(path).is_dir():
-            raise CommandError(f"{option} {path}: {reason}") from error
-        raise CommandError(f"{option} {path}: there is no such folder, and by that name: {reason}; {MODELS}") from error

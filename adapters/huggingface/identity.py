@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from sparseprefill.errors import AttachError, printed
 from sparseprefill.profiles.identity import ModelIdentity
 
 SIZES = (
@@ -25,7 +26,11 @@ def identity(decoder: PreTrainedModel) -> ModelIdentity:
 
 
 def of_config(config: Any, architecture: str, name: str) -> ModelIdentity:
-    """The identity by a text configuration. architecture: class of the decoder. name: of the model, or its path."""
+    """The identity by a text configuration. architecture: class of the decoder. name: of the model, or its path.
+
+    Raises AttachError as `check_attention` does.
+    """
+    check_attention(config, architecture)
     heads = int(config.num_attention_heads)
     sizes = {field: getattr(config, field, None) for field in SIZES}
     digest = hashlib.sha256(json.dumps(sizes, sort_keys=True, default=str).encode()).hexdigest()
@@ -38,3 +43,14 @@ def of_config(config: Any, architecture: str, name: str) -> ModelIdentity:
         head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
         digest=digest[:16],
     )
+
+
+def check_attention(config: Any, architecture: str) -> None:
+    """AttachError for a text configuration without heads or without layers, such as Mamba's. architecture: a class."""
+    for size in ("num_attention_heads", "num_hidden_layers"):
+        found = getattr(config, size, None)
+        if not isinstance(found, int) or found < 1:
+            raise AttachError(
+                f"{architecture} has no attention (its configuration says {size} = {printed(found)}), and so nothing "
+                "to gain: pass a model with attention"
+            )

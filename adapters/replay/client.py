@@ -24,6 +24,8 @@ CACHE = {
     "sglang": ("sglang:cached_tokens_total", "sglang:prompt_tokens_total"),
 }
 """Counters of /metrics by server: tokens found in the prefix cache, and tokens looked up."""
+OURS = frozenset({"model", "prompt", "max_tokens", "stream"})
+"""Fields of a completion that its sender chooses."""
 
 
 class ServerError(SparsePrefillError):
@@ -43,6 +45,12 @@ class Answer:
     prompt: int | None = None
     cached: int | None = None
 
+    @classmethod
+    def of(cls, found: Any) -> Answer:
+        """An answer in a record."""
+        counts = (_count(found[name]) for name in ("prompt", "cached"))
+        return cls(str(found["text"]), float(found["first"]), float(found["whole"]), int(found["pieces"]), *counts)
+
 
 @frozen
 class Server:
@@ -50,6 +58,8 @@ class Server:
 
     url: with or without /v1 at its end. timeout: seconds that a request may be silent. key: for `Authorization`.
     body: further fields of every completion, such as vLLM's `vllm_xargs`. model: whose completions are asked for.
+
+    Raises ParameterError for what is no address, a key that no header takes, and fields that are ours.
     """
 
     url: str
@@ -58,13 +68,22 @@ class Server:
     body: Mapping[str, Any] = field(factory=dict)
     model: str = ""
 
+    def __attrs_post_init__(self) -> None:
+        self._parts()
+        if not ((self.key or "").isascii() and (self.key or "").isprintable()):
+            raise ParameterError("the server's key holds what is no printable ASCII: pass it as the server has it")
+        ours = sorted(OURS & {*self.body})
+        if ours:
+            raise ParameterError(f"body holds {', '.join(ours)}, which the replay sets itself: leave it out")
+
     def models(self) -> dict[str, int | None]:
         """The models that it serves, and how many tokens each reads; ServerError where there are none."""
         status, data = self._whole("GET", "/v1/models")
         if status != 200:
             raise ServerError(f"{self.url} {_refused(status, data, '/v1/models')}")
         try:
-            found = {str(one["id"]): one.get("max_model_len") for one in json.loads(data)["data"]}
+            told = {str(one["id"]): one.get("max_model_len") for one in json.loads(data)["data"]}
+            found = {name: most if isinstance(most, int) else None for name, most in told.items()}
         except (ValueError, KeyError, TypeError, AttributeError):
             found = {}
         if not found:
@@ -97,7 +116,7 @@ class Server:
             return _streamed(answer, began, self.url)
         except TimeoutError as error:
             raise ServerError(f"{self.url} was silent for {self.timeout:g} s: pass a longer --timeout") from error
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, http.client.HTTPException, UnicodeError) as error:
             said = str(error) or type(error).__name__
             raise ServerError(f"{self.url} ended the connection ({said}): its log says more") from error
         finally:
@@ -109,7 +128,7 @@ class Server:
             connection.request(method, self._path(path), headers=self._headers())
             answer = connection.getresponse()
             return answer.status, answer.read()
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, http.client.HTTPException, UnicodeError) as error:  # names that are none fail in their codec
             said = str(error) or type(error).__name__
             raise ServerError(
                 f"no server answers at {self.url} ({said}): check that it runs, and the address"
@@ -150,19 +169,28 @@ def _streamed(answer: http.client.HTTPResponse, began: float, url: str) -> Answe
             raise ServerError(f"{url} streams what is not JSON ({event[:60]!r}): its log says more") from error
         if not isinstance(data, dict) or data.get("error"):
             raise ServerError(f"{url} failed while it answered: {_message(event.encode())}")
-        usage = data.get("usage") or usage
-        choices = data.get("choices") or ()
+        usage = data["usage"] if isinstance(data.get("usage"), dict) else usage
+        choices = data.get("choices")
         if choices:
             first = time.perf_counter() - began if first is None else first
             pieces += 1
-            text += choices[0].get("text") or ""
+            try:
+                text += choices[0].get("text") or ""
+            except (LookupError, AttributeError, TypeError) as error:
+                raise ServerError(f"{url} streams what is no completion ({event[:60]!r}): check the address") from error
     if not done:
         raise ServerError(f"{url} ended its answer in the middle, after {pieces} tokens: its log says more")
     if first is None:
         raise ServerError(f"{url} answers with a stream that holds no token: its log says more")
-    details = usage.get("prompt_tokens_details") or {}
+    details = usage.get("prompt_tokens_details")
+    cached = _count(details.get("cached_tokens")) if isinstance(details, dict) else None
     whole = time.perf_counter() - began
-    return Answer(text, first, whole, pieces, usage.get("prompt_tokens"), details.get("cached_tokens"))
+    return Answer(text, first, whole, pieces, _count(usage.get("prompt_tokens")), cached)
+
+
+def _count(value: Any) -> int | None:
+    """A count that a server gives; None for anything else."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
 
 def _events(answer: http.client.HTTPResponse) -> Iterator[str]:

@@ -38,8 +38,9 @@ class Asked:
     @classmethod
     def of(cls, found: Any) -> Asked:
         """A request in a record."""
-        answer = found["answer"]
-        return cls(**{**found, "answer": None if answer is None else Answer(**answer)})
+        place = (int(found[name]) for name in ("session", "turn", "question"))
+        answer = None if found["answer"] is None else Answer.of(found["answer"])
+        return cls(*place, str(found["kind"]), bool(found["right"]), answer, str(found["error"]))
 
 
 @frozen
@@ -61,9 +62,8 @@ class Run:
     def of(cls, found: Any) -> Run:
         """A run in a record; ParameterError where it is none."""
         try:
-            asked = tuple(Asked.of(one) for one in found["asked"])
-            return cls(str(found["url"]), str(found["model"]), asked)
-        except (KeyError, TypeError, ValueError) as error:
+            return cls(str(found["url"]), str(found["model"]), tuple(Asked.of(one) for one in found["asked"]))
+        except (LookupError, AttributeError, TypeError, ValueError) as error:
             raise ParameterError(f"run is not what a replay records ({error!r}): record it anew") from error
 
     @property

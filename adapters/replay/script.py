@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Mapping, Sequence
+from math import ceil
 from typing import Any
 
 from attrs import asdict, define, field, frozen
@@ -15,7 +16,7 @@ from attrs import asdict, define, field, frozen
 from sparseprefill.errors import ParameterError
 
 from ..evaluation.prompts import Prompt, Span
-from ..evaluation.texts import CUE, built_in
+from ..evaluation.texts import CUE, SHORTEST, built_in
 
 KINDS = ("code", "docs", "records")
 """Kinds of text that every Python has: the prefix is of the first, sessions are of all in turn."""
@@ -56,6 +57,11 @@ class Question:
     kind: str
     text: str
     answer: str
+
+    @classmethod
+    def of(cls, found: Any) -> Question:
+        """A question in a record."""
+        return cls(str(found["kind"]), str(found["text"]), str(found["answer"]))
 
     def right(self, found: str) -> bool:
         """True where a server's text answers it: the passage, as far as both go, or the value as the first word."""
@@ -101,11 +107,11 @@ class Script:
         """The script in a record; ParameterError where it is none."""
         try:
             sessions = tuple(
-                tuple(Turn(str(turn["text"]), tuple(Question(**one) for one in turn["questions"])) for turn in session)
+                tuple(Turn(str(turn["text"]), tuple(map(Question.of, turn["questions"]))) for turn in session)
                 for session in found["sessions"]
             )
             return cls(str(found["prefix"]), sessions, int(found["tokens"]), dict(found["settings"]))
-        except (KeyError, TypeError, ValueError) as error:
+        except (LookupError, AttributeError, TypeError, ValueError) as error:
             raise ParameterError(f"script is not what a replay records ({error!r}): record it anew") from error
 
 
@@ -114,6 +120,12 @@ def sample(kind: str, pieces: int, seed: int) -> str:
     cutter = Pieces()
     (made,) = built_in(cutter, pieces, 1, seed, (kind,), copies=0, facts=0)
     return cutter.text(made.ids)
+
+
+def least_prefix(rate: float) -> int:
+    """Fewest tokens of a prefix that has room for passages and facts. rate: tokens of a piece of its text."""
+    least = ceil((SHORTEST - 0.5) * rate)
+    return least if round(least / rate) >= SHORTEST else least + 1
 
 
 def script_of(
@@ -129,7 +141,8 @@ def script_of(
     (shared,) = built_in(cutter, round(prefix / rates[KINDS[0]]), 1, 1000 * seed, KINDS[:1])
     known = _questions(cutter, shared, 0, len(shared.ids))
     if not known:
-        raise ParameterError(f"prefix is {prefix}: it has no room for passages and facts; pass {2 * prefix} or more")
+        least = max(prefix + 1, least_prefix(rates[KINDS[0]]))
+        raise ParameterError(f"prefix is {prefix}: it has no room for passages and facts; pass {least} or more")
     made, most = [], 0
     for index in range(sessions):
         kind = KINDS[index % len(KINDS)]

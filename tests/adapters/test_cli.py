@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -380,6 +381,24 @@ def test_usage_errors_are_one_line() -> None:
     refused(invoke("xyzzy"), "there is no command 'xyzzy'. Known: anchors, calibrate, ", status=2)
     refused(invoke("show"), "Missing argument", status=2)
     refused(invoke("methods", "--yaml"), "--yaml", status=2)
+
+
+def test_what_is_missing_comes_with_a_whole_line() -> None:
+    """In every command that needs an argument or an option; and the line itself is understood."""
+    group: Any = get_command(app)
+    seen = []
+    for name in group.list_commands(None):
+        needed = [one for one in group.get_command(None, name).params if one.required]
+        if not needed:
+            continue
+        seen.append(name)
+        result = invoke(name)
+        refused(result, "Missing argument", f" Such as: sparseprefill {name} ", status=2)
+        line = shlex.split(result.stderr.partition("Such as: sparseprefill ")[2])
+        context = group.get_command(None, name).make_context(name, line[1:], resilient_parsing=True)
+        assert all(context.params[one.name] for one in needed)
+    assert {"try", "show", "new", "replay", "vllm-check", "vllm-report", "sglang-report"} == set(seen)
+    refused(invoke("vllm-check", "{}"), "Missing option '--model'. Such as: ", "--model ./my-model", status=2)
 
 
 def test_missing_extra() -> None:

@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from sparseprefill.adapters.calibration.search import Search, Target, Trial
 from sparseprefill.adapters.cli import attempt
 from sparseprefill.adapters.cli.attempt import Verdict
 from sparseprefill.adapters.cli.commands import app
+from sparseprefill.adapters.cli.progress import Bars
 from sparseprefill.adapters.cli.searched import Run
 from sparseprefill.adapters.cli.setup import Place
 from sparseprefill.adapters.demo.text import text_lines
@@ -107,7 +110,9 @@ def test_the_verdict_in_words_and_what_to_paste(folder: Path, monkeypatch: pytes
     table = json.loads(server.partition("'")[2].rstrip("'"))
     assert {"sparseprefill": {"profile": str(Path("mine.json").absolute())}} == table
     assert "1 text of 512 tokens, 1 method; about 60 s" in result.stderr
-    assert "dense attention: 2.00 s a prefill" in result.stderr
+    assert re.search(
+        r"dense attention: 2\.00 s a prefill; there is time for about \d readings of a text", result.stderr
+    )
     assert 1 == result.stderr.count("streaming (")
 
 
@@ -168,6 +173,61 @@ def test_where_every_key_fails_it_says_that_the_windows_gain_is_unknown(
     assert "Take streaming (" in result.stdout
 
 
+@pytest.mark.usefixtures("_one_tokenizer")
+def test_a_reading_that_outlasts_the_time_is_told_before_it_begins(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clocked(monkeypatch, dense_wins_at=0)
+    result = run(str(folder), *SMALL[:-2], "--seconds", "3")
+    assert 0 == result.exit_code, result.output
+    _, dense, method = result.stderr.splitlines()
+    assert re.fullmatch(
+        r"dense attention: 2\.00 s for its first prefill, which warms up; a reading of a text with a method takes "
+        r"about 6\.0 s, and outlasts the [12]\.\d s that are left: one is made in any case; pass more --seconds, "
+        r"or fewer --tokens",
+        dense,
+    )
+    assert method.startswith("streaming (")
+
+
+@pytest.mark.usefixtures("_one_tokenizer")
+def test_dense_attention_is_timed_again_where_there_is_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Reader, "clock", lambda self, ids, sizes, seconds: (3.0, None))
+    times: Iterator[float] = iter([1.0])
+    monkeypatch.setattr(Reader, "timed", lambda self, ids: (next(times, 2.0), None))
+    result = run(str(folder), *SMALL, "--json")
+    assert "dense attention: 1.00 s a prefill; there is time for about 1" in result.stderr
+    assert 1.0 == json.loads(result.stdout)["search"]["dense"]["seconds"] * 4 - 9.0, "of four texts one"
+
+
+@pytest.mark.usefixtures("_one_tokenizer")
+def test_a_reading_shows_its_layers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, int, int]] = []
+    monkeypatch.setattr(Bars, "doing", lambda self, *step: seen.append(step))
+    run(str(folder), *SMALL)
+    layers = [(0, 2), (1, 2), (2, 2)]
+    assert [("dense", *one) for one in layers] == seen[:3]
+    assert [("streaming: prefill", *one) for one in layers] == [one for one in seen if "prefill" in one[0]][:3]
+
+
+@pytest.mark.usefixtures("_one_tokenizer")
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("try", "{}", *SMALL[:2], "--kl", "9", "--seconds", "1"),
+        ("fit", "--model", "{}", "--method", "streaming", "--count", "1", "--kl", "9", "--minutes", "0.01"),
+        ("compare", "--model", "{}", "--method", "streaming", "--count", "1", "--greedy", "16"),
+    ],
+)
+def test_texts_of_the_models_own_length_leave_room_for_what_follows(given: tuple[str, ...], folder: Path) -> None:
+    options = ["--tokens", "1024", "--device", "cpu", "--threads", "1"]
+    result = CliRunner().invoke(app, [one.format(folder) for one in given] + options)
+    assert 0 == result.exit_code, result.output
+    said = " ".join(result.stderr.split())
+    assert "--tokens 1,024: texts have 1,008, as the model reads 1,024, and 16 more follow a text" in said
+    assert "1,008 tokens" in result.stdout
+
+
 def test_windows_are_found() -> None:
     assert ((0,), ()) == (dry_run.windows(build("gemma3")), dry_run.windows(build("llama")))
 
@@ -216,7 +276,7 @@ def test_ctrl_c_while_it_times_keeps_the_choice(folder: Path, monkeypatch: pytes
         (("--text", "none.txt"), "--text: there is no file or folder none.txt"),
         (("--text", "short.txt"), "below 256 there is nothing to gain"),
         (("--text", "mine.txt", "--tokens", "900000"), "the model reads at most 1024"),
-        (("--tokens", "1020"), "the model reads at most 1024: pass --tokens 1008 or less"),
+        (("--tokens", "1025"), "the model reads at most 1024: pass --tokens 1008 or less"),
         (("--method", "kascade"), "--method kascade: it needs a table of this model's layers"),
         (("--method", "sample"), "no method is named 'sample'"),
         (("-o", "no/such.json"), "--output no/such.json: there is no folder"),
@@ -231,11 +291,9 @@ def test_it_refuses_what_is_no_model() -> None:
     refused(run("./nowhere"), "MODEL ./nowhere: there is no such folder")
 
 
-def test_the_longest_text_is_one_that_every_method_has_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Reader, "once", lambda self, tokens: 1.0)
-
+def test_the_longest_text_is_one_that_every_method_has_time_for() -> None:
     def length(longest: int, seconds: float) -> int:
-        return attempt._length(None, longest, 10, seconds)
+        return attempt._length(lambda tokens: 1.0, longest, 10, seconds)
 
     assert (4096, 4096, 8192) == (length(30000, 10.0), length(30000, 239.0), length(30000, 240.0))
     assert (30000, 3000, 65536) == (length(30000, 1e6), length(3000, 1e6), length(65536, 1e6))

@@ -218,4 +218,4 @@ def test_a_model_that_is_not_there(tmp_path: Path) -> None:
     given = under(STREAMING)
     refused(invoke("vllm-check", given, "--model", str(tmp_path)), "config.json; pass a folder of a model")
     folder = model(tmp_path, model_type="nobody-knows")
-    refused(invoke("vllm-check", given, "--model", folder), "transformers cannot read its config.json")
+    refused(invoke("vllm-check", given, "--model", folder), "knows no model_type 'nobody-knows'")

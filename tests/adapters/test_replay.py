@@ -5,7 +5,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -176,8 +178,24 @@ def test_sizes_are_those_asked_for() -> None:
 
 
 def test_a_short_prefix_is_refused() -> None:
-    with pytest.raises(ParameterError, match=r"prefix is 900: .* pass 1800 or more"):
+    with pytest.raises(ParameterError, match=r"prefix is 900: .* pass 4608 or more"):
         made(prefix=900)
+    assert made(prefix=4608).sessions
+    with pytest.raises(ParameterError, match=r"pass 4608 or more"):
+        made(prefix=4607)
+
+
+@pytest.mark.parametrize("usage", [True, False])
+def test_the_prefix_that_is_named_suffices(fake: Fake, usage: bool) -> None:
+    fake.usage = usage
+    given = ("replay", fake.url, "--turn", "200", "--turns", "2", "--sessions", "1", "--questions", "1")
+    result = invoke(*given, "--prefix", "800")
+    refused(result, "--prefix is 800: it has no room for passages and facts; pass ")
+    least = re.findall(r"pass (\d+) or more", result.stderr)[0]
+    assert 0 == invoke(*given, "--prefix", least).exit_code
+    refused(invoke(*given, "--prefix", str(int(least) - 1)), f"pass {least} or more")
+    fake.room = int(least) + 100
+    refused(invoke(*given, "--prefix", "800"), f"pass {least} or more; with --turn 200-200 --turns 2: ", "fewer turns")
 
 
 @pytest.mark.parametrize(
@@ -324,12 +342,104 @@ def test_what_does_not_fit(fake: Fake, arguments: tuple[str, ...], words: str) -
     refused(invoke("replay", fake.url, "--turn", "300", "--sessions", "1", *arguments), words)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--turn", "9-8"), "--turn 9-8: pass a number of tokens"),
+        (("--body", "[1]"), "--body [1]:"),
+        (("--body", '{"stream": false}'), "body holds stream, which the replay sets itself"),
+        (("--against-body", "{"), "--against-body {:"),
+        (("--against", "nowhere"), "'nowhere' is not the address of a server"),
+        (("--against-body", '{"prompt": ""}'), "body holds prompt"),
+        (("--compare", "nowhere.json"), "--compare nowhere.json:"),
+        (("--compare", "bad.json"), "--compare bad.json: it is not what --record of this version writes"),
+        (("--compare", "none.json"), "--compare none.json: it is not what --record of this version writes"),
+        (("--compare", "words.json"), "--compare words.json: run is not what a replay records"),
+        (("--compare", "list.json"), "--compare list.json: script is not what a replay records"),
+        (("--record", "no/such.json"), "--record no/such.json: there is no folder"),
+        (("--timeout", "inf"), "--timeout inf: pass a finite number"),
+    ],
+)
+def test_options_are_looked_at_before_a_server_is_asked(
+    arguments: tuple[str, ...], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    answer = {"text": "a", "first": "soon", "whole": 1.0, "pieces": 1, "prompt": 1, "cached": None}
+    asked = {"session": 0, "turn": 1, "question": 0, "kind": "", "right": False, "answer": answer, "error": ""}
+    script: dict[str, Any] = {"prefix": "a", "sessions": [], "tokens": 1, "settings": {}}
+    run: dict[str, Any] = {"url": "u", "model": "m", "asked": [asked]}
+    record = {"version": 1, "answer": 8, "script": script, "run": run}
+    Path("words.json").write_text(json.dumps(record))
+    Path("bad.json").write_text(json.dumps({**record, "version": 0}))
+    Path("none.json").write_text(json.dumps({**record, "answer": 0}))
+    Path("list.json").write_text(json.dumps({**record, "script": {**script, "sessions": [[[]]]}}))
+    refused(invoke("replay", "http://127.0.0.1:1", *arguments), words)
+
+
+def test_a_key_that_no_header_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret\n")
+    result = invoke("replay", "http://127.0.0.1:1")
+    refused(result, "the server's key holds what is no printable ASCII")
+    assert "secret" not in result.stderr
+
+
+def stopped(fake: Fake, at: int, number: int, *more: str) -> tuple[int, dict[str, Any]]:
+    """The exit code, and the JSON, of a replay to which a signal comes with a completion, or behind the last one."""
+
+    def wrong(count: int, handler: BaseHTTPRequestHandler) -> bool:
+        if count == at:
+            os.kill(os.getpid(), number)
+        if count >= at:
+            time.sleep(0.3)
+        return count >= at
+
+    fake.wrong = wrong
+    result = invoke("replay", fake.url, *SMALL, "--json", *more)
+    return result.exit_code, json.loads(result.stdout)
+
+
+KEYS = {"url", "model", "script", "stopped", "turns", "cache", "reference", "errors", "remarks", "requests"}
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("at", "requests"), [(2, 0), (3, 1)])
+def test_json_is_whole_when_a_signal_ends_it(fake: Fake, number: int, code: int, at: int, requests: int) -> None:
+    """Two samples come first, then the prefix, then the turns."""
+    ended, read = stopped(fake, at, number)
+    assert (code, KEYS, True) == (ended, {*read}, read["stopped"])
+    assert requests == len(read["requests"])
+    assert {"hits", "queries"} == {*read["cache"]}
+
+
+def test_json_is_whole_when_a_signal_ends_the_reference(fake: Fake) -> None:
+    ended, read = stopped(fake, 2 + 1 + 8, signal.SIGINT, "--against-body", '{"x": 1}')
+    assert (130, 9, []) == (ended, len(read["requests"]), read["reference"]["requests"])
+    assert 0 < read["cache"]["queries"]
+
+
+def test_json_is_whole_when_the_server_goes(fake: Fake) -> None:
+    def wrong(number: int, handler: BaseHTTPRequestHandler) -> bool:
+        if number == 3:
+            fake.http.socket.close()
+        return number >= 3
+
+    fake.wrong = wrong
+    result = invoke("replay", fake.url, *SMALL, "--json", "--against-body", '{"x": 1}')
+    read = json.loads(result.stdout)
+    assert (1, KEYS, False) == (result.exit_code, {*read}, read["stopped"])
+    assert read["errors"]
+    assert "no server" in " ".join(read["reference"]["errors"]) or "ended the connection" in " ".join(
+        read["reference"]["errors"]
+    )
+
+
 @pytest.mark.parametrize("url", ["127.0.0.1", "ftp://here", "http://", "http://127.0.0.1:port"])
 def test_what_is_no_address(url: str) -> None:
     refused(invoke("replay", url), "is not the address of a server: pass one such as")
 
 
 def test_no_server_and_no_key(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused(invoke("replay", f"http://{'a' * 70}.example"), "no server answers at")
     refused(invoke("replay", "http://127.0.0.1:1"), "no server answers at http://127.0.0.1:1")
     fake.key = "secret"
     refused(invoke("replay", fake.url), "put its key into OPENAI_API_KEY")
@@ -352,6 +462,9 @@ def test_a_silent_server(fake: Fake) -> None:
     [
         (b"data: nothing\n\n", "what is not JSON"),
         (b'data: {"error": {"message": "no"}}\n\n', "failed while it answered: no"),
+        (b'data: {"choices": ["a"]}\n\n', "what is no completion"),
+        (b'data: {"choices": {"a": 1}}\n\n', "what is no completion"),
+        (b'data: {"choices": [{"text": 3}]}\n\n', "what is no completion"),
         (b"data: [DONE]\n\n", "holds no token"),
         (b"", "in the middle"),
     ],
