@@ -8,18 +8,20 @@ from collections.abc import Callable, Iterator, Sequence
 from torch import Tensor
 
 from sparseprefill.call import AttentionCall
-from sparseprefill.errors import StageError, frameless
+from sparseprefill.errors import frameless
 from sparseprefill.pages import Pages
-from sparseprefill.plan import Result
 
 from ..session.codes import Code, Why
-from ..session.session import Fallback, Prefill
+from ..session.ledger import Ran
+from ..session.repeat import Repeat
+from ..session.session import Fallback, Outcome, Prefill
 from .failures import code_of, ends_engine, reason
 from .layer import Layer
-from .parts import Part
+from .parts import Batch, Known, Part, Repeated
 from .runtime import Runtime
 from .tally import Chunk, Served
 
+LEFT = "what a layer had come to could not be repeated in the next, which ran it anew: {error}"
 log = logging.getLogger(__name__)
 Read = Callable[[Part], tuple[Tensor, Tensor] | Pages]
 """Keys and values of a part's request: ``[1, Hkv, N, D]`` in the query's dtype, or where they stand."""
@@ -30,9 +32,10 @@ Stock = Callable[[Part, Tensor, Tensor], None]
 def run(
     runtime: Runtime,
     layer: Layer,
-    parts: Sequence[Part],
+    parts: Batch,
     query: Tensor,
     output: Tensor,
+    slots: Sequence[Tensor],
     read: Read,
     stock: Stock,
     *,
@@ -40,47 +43,99 @@ def run(
 ) -> bool:
     """Fill `output` with the attention of `query`, both ``[tokens, Hq, D]``; False if the host shall do all of it.
 
-    slow: whether the host's attention is, so that calls too small for the method run dense by the library's kernels.
-    Requests that run sparse share a launch where their calls allow it; each is counted and may fail by itself. What a
-    gate found of a step's sizes in one layer holds for the next, and where it left all of a batch to the host, the host
-    computes that at once.
+    slots: the host's tensors that all of this is read from and written to, those two among them; the layers of a step
+    differ in them alone. slow: whether the host's attention is, so that calls too small for the method run dense by the
+    library's kernels. Requests that run sparse share a launch where their calls allow it; each is counted and may fail
+    by itself. What a layer came to is repeated in those after it (`Known`).
     No reason to stay dense is an error, nor is what a stage, a gate or a plugin raises; only a lost device is.
     """
     if layer.reason is not None:
         for part in parts:
             decline(runtime, layer, part, layer.reason)
         return False
-    asked = [part for part in parts if part.row is not None]
-    if asked and all(part.small is not None for part in asked):
-        for part in asked:
-            _again(runtime, layer, part)
+    kind = runtime.kind(layer)
+    known = parts.known.get(kind)
+    if known is None or not all(one.repeat.fits(slots) for one in known.repeated):
+        known = _asked(runtime, layer, parts, query, output, slots, read, stock, slow)
+        if known is not None:
+            parts.known[kind] = known
+        return True
+    for one in known.repeated:
+        if not _repeat(layer, one, slots):
+            del parts.known[kind]
+            _asked(runtime, layer, one.parts, query, output, (), read, stock, slow)
+    for part, left in known.left:
+        if left is not None and part.row is not None:
+            served, shape = part.served or runtime.main, (1, part.end - part.begin, part.row.end)
+            _count(served, layer, part, served.session.again(layer.index, left, shape).why)
+    if not known.repeated:
         return False
-    waiting: list[tuple[Part, AttentionCall]] = []
+    for part, _ in known.left:
+        stock(part, query[part.begin : part.end], output[part.begin : part.end])
+    return True
+
+
+def _repeat(layer: Layer, one: Repeated, slots: Sequence[Tensor]) -> bool:
+    """Do again what parts came to in a layer before; False where it fails, which is noted."""
+    try:
+        one.repeat.run(layer.index, slots)
+    except Exception as error:
+        _survive(layer, error)
+        one.served.session.note(LEFT.format(error=reason(error)))
+        return False
+    for part in one.parts:
+        if part.chunk is not None:
+            part.chunk.sparse += 1
+            _end(part.chunk)
+    return True
+
+
+def _asked(
+    runtime: Runtime,
+    layer: Layer,
+    parts: Sequence[Part],
+    query: Tensor,
+    output: Tensor,
+    slots: Sequence[Tensor],
+    read: Read,
+    stock: Stock,
+    slow: bool,
+) -> Known | None:
+    """Fill the output of parts with everything asked; what it came to for the layers after this, None where they have to
+    ask again."""
+    waiting: list[tuple[Part, AttentionCall, Tensor]] = []
+    known: Known | None = Known()
 
     def settle() -> None:
-        for part, found in _outcomes(runtime, layer, waiting, slow):
-            fill(part, found)
+        nonlocal known
+        for part, outcome in _outcomes(runtime, layer, waiting, slots, known, slow):
+            filled, left = outcome
+            if not filled:
+                fill(part)
+            if known is not None and left is not None:
+                known.left.append((part, left))
         waiting.clear()
 
-    def fill(part: Part, found: Tensor | None) -> None:
-        out = output[part.begin : part.end]
-        if found is None:
-            stock(part, query[part.begin : part.end], out)
-        else:
-            out.copy_(found[0].transpose(0, 1))
+    def fill(part: Part) -> None:
+        stock(part, query[part.begin : part.end], output[part.begin : part.end])
 
     for part in parts:
-        known = part.row is None or _again(runtime, layer, part)
-        found = None if known else _call(runtime, layer, part, query[part.begin : part.end], read)
+        if part.row is None:
+            fill(part)
+            if known is not None:
+                known.left.append((part, None))
+            continue
+        found = _call(runtime, layer, part, query[part.begin : part.end], read)
         if found is None:
-            fill(part, None)
+            fill(part)
+            known = None
             continue
         call, copied = found
-        waiting.append((part, call))
+        waiting.append((part, call, output[part.begin : part.end].transpose(0, 1)[None]))
         if copied:  # keys and values are not kept for long
             settle()
     settle()
-    return True
+    return known if known is not None and known.holds(parts) else None
 
 
 def _call(runtime: Runtime, layer: Layer, part: Part, rows: Tensor, read: Read) -> tuple[AttentionCall, bool] | None:
@@ -107,26 +162,40 @@ def _call(runtime: Runtime, layer: Layer, part: Part, rows: Tensor, read: Read) 
 
 
 def _outcomes(
-    runtime: Runtime, layer: Layer, waiting: Sequence[tuple[Part, AttentionCall]], slow: bool
-) -> Iterator[tuple[Part, Tensor | None]]:
-    """``[1, Hq, tokens, D]`` of each part, or None for the host to compute it; what one method serves runs together."""
-    by_method: dict[Served, list[tuple[Part, AttentionCall, Prefill]]] = {}
-    for part, call in waiting:
+    runtime: Runtime,
+    layer: Layer,
+    waiting: Sequence[tuple[Part, AttentionCall, Tensor]],
+    slots: Sequence[Tensor],
+    known: Known | None,
+    slow: bool,
+) -> Iterator[tuple[Part, tuple[bool, Fallback | None]]]:
+    """Of each part whether its output is there, and if not, what left it to the host; what one method serves runs
+    together. known: gets what can be repeated."""
+    by_method: dict[Served, list[tuple[Part, AttentionCall, Tensor, Prefill]]] = {}
+    for part, call, out in waiting:
         if part.prefill is not None:
-            by_method.setdefault(part.served or runtime.main, []).append((part, call, part.prefill))
+            by_method.setdefault(part.served or runtime.main, []).append((part, call, out, part.prefill))
     for served, some in by_method.items():
-        asked = [(call, prefill, _rows_read(runtime, layer, part)) for part, call, prefill in some]
-        outcomes = served.session.run_many(asked)
+        asked = [(call, prefill, _rows_read(runtime, layer, part)) for part, call, _, prefill in some]
+        repeats: list[Repeat] = []
+        outcomes = served.session.run_many(asked, [out for _, _, out, _ in some], slots, repeats)
         for (part, *_), outcome in zip(some, outcomes, strict=True):
             if isinstance(outcome, Exception):  # before the host computes any: what failed may hold memory
                 _fail(runtime, layer, part, outcome)
-        for (part, call, _), outcome in zip(some, outcomes, strict=True):
+        if known is not None and repeats:
+            known.add(
+                served, repeats, [part for (part, *_), one in zip(some, outcomes, strict=True) if isinstance(one, Ran)]
+            )
+        for (part, call, out, _), outcome in zip(some, outcomes, strict=True):
+            if isinstance(outcome, Exception):
+                yield part, (False, None)
+                continue
             try:
-                found = None if isinstance(outcome, Exception) else _output(served, layer, part, call, outcome, slow)
+                filled = _filled(served, layer, part, call, out, outcome, slow)
             except Exception as error:
                 _fail(runtime, layer, part, error)
-                found = None
-            yield part, found
+                filled = False
+            yield part, (filled, outcome if isinstance(outcome, Fallback) and outcome.small and not filled else None)
 
 
 def _rows_read(runtime: Runtime, layer: Layer, part: Part) -> int | None:
@@ -134,22 +203,21 @@ def _rows_read(runtime: Runtime, layer: Layer, part: Part) -> int | None:
     return 1 if layer.index == runtime.unread and part.row is not None and part.row.ends_alone else None
 
 
-def _output(
-    served: Served, layer: Layer, part: Part, call: AttentionCall, outcome: Result | Fallback, slow: bool
-) -> Tensor | None:
+def _filled(
+    served: Served, layer: Layer, part: Part, call: AttentionCall, out: Tensor, outcome: Outcome, slow: bool
+) -> bool:
+    """True if a part's output is there."""
     if isinstance(outcome, Fallback):
         _count(served, layer, part, outcome.why)
-        if outcome.chosen and slow:
-            return _whole(served, layer, call)
-        part.small = outcome if outcome.small else None
-        return None
-    wanted = (*call.q.shape[:3], call.value_dim)
-    if outcome.out.shape != wanted:
-        raise StageError(f"the output is {tuple(outcome.out.shape)}, and should be {wanted}")
+        found = _whole(served, layer, call) if outcome.chosen and slow else None
+        if found is None:
+            return False
+        out.copy_(found)
+        return True
     if part.chunk is not None:
         part.chunk.sparse += 1
         _end(part.chunk)
-    return outcome.out
+    return True
 
 
 def _whole(served: Served, layer: Layer, call: AttentionCall) -> Tensor | None:
@@ -160,15 +228,6 @@ def _whole(served: Served, layer: Layer, call: AttentionCall) -> Tensor | None:
         _survive(layer, error)
         served.session.note(f"dense attention is left to the host: {reason(error)}")
         return None
-
-
-def _again(runtime: Runtime, layer: Layer, part: Part) -> bool:
-    """Record a part that a layer before left to the host for its sizes; False for any other."""
-    if part.row is None or part.small is None:
-        return False
-    served, shape = part.served or runtime.main, (1, part.end - part.begin, part.row.end)
-    _count(served, layer, part, served.session.again(layer.index, part.small, shape).why)
-    return True
 
 
 def _fail(runtime: Runtime, layer: Layer, part: Part, error: Exception) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import islice
 from typing import Any
 
-from attrs import define, field
+from attrs import define, field, frozen
 
+from ..session.repeat import Repeat
 from ..session.session import Fallback, Prefill
 from .requests import Row
 from .tally import Chunk, Served
@@ -17,8 +19,7 @@ class Part:
     """Requests `first` to `last` (exclusive) of a batch, whose query rows are `begin` to `end`.
 
     row, prefill, chunk: of the one request of a part that runs sparse; None for a part that the host computes. served:
-    what runs it. reason: why such a request stays dense in all layers, or None. small: what a layer found of its sizes
-    in this step, which holds for the other layers. make: the host's own metadata for it.
+    what runs it. reason: why such a request stays dense in all layers, or None. make: the host's own metadata for it.
     """
 
     first: int
@@ -30,7 +31,6 @@ class Part:
     chunk: Chunk | None = None
     served: Served | None = None
     reason: str | None = None
-    small: Fallback | None = None
     make: Callable[[], Any] | None = None
     _made: list[Any] = field(factory=list, init=False)
 
@@ -39,6 +39,43 @@ class Part:
         if not self._made and self.make is not None:
             self._made.append(self.make())
         return self._made[0]
+
+
+@frozen(eq=False)
+class Repeated:
+    """Parts that one service runs, and what repeats them."""
+
+    served: Served
+    repeat: Repeat
+    parts: tuple[Part, ...]
+
+
+@define(eq=False)
+class Known:
+    """What the parts of a step came to in one layer: what repeats those that ran sparse, and those that are left to the
+    host, with why it was so where a request asked. It holds for the layers of one kind (`Runtime.kind`)."""
+
+    repeated: list[Repeated] = field(factory=list)
+    left: list[tuple[Part, Fallback | None]] = field(factory=list)
+
+    def add(self, served: Served, repeats: Sequence[Repeat], parts: Sequence[Part]) -> None:
+        """Parts that ran sparse, in their order, if all of them can be repeated."""
+        if sum(len(one.ran) for one in repeats) != len(parts):
+            return
+        rest = iter(parts)
+        self.repeated += [Repeated(served, one, tuple(islice(rest, len(one.ran)))) for one in repeats]
+
+    def holds(self, parts: Sequence[Part]) -> bool:
+        """True if it knows all parts."""
+        return len(self.left) + sum(len(one.parts) for one in self.repeated) == len(parts)
+
+
+class Batch(list[Part]):
+    """The parts of a step. known: what they came to, by kind of layer."""
+
+    def __init__(self, parts: Iterable[Part] = ()) -> None:
+        super().__init__(parts)
+        self.known: dict[Hashable, Known] = {}
 
 
 def runs(sparse: Iterable[int], count: int) -> list[tuple[int, int]]:

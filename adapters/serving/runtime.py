@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 from attrs import asdict, define, evolve, field
@@ -18,6 +18,7 @@ from ..session.codes import Code, Why
 from ..session.report import Report
 from ..session.session import Prefill, Session
 from .failures import reason
+from .layer import Layer
 from .model import Model
 from .options import NO_GATE, TABLE, Options, Source
 from .pace import Pace
@@ -66,6 +67,7 @@ class Runtime:
     pace: Pace = field(init=False)
     _step: tuple[object, list[Prefill]] | None = field(default=None, init=False)
     _warned: set[str] = field(factory=set, init=False)
+    _kinds: dict[int, Hashable] = field(factory=dict, init=False)
 
     def __attrs_post_init__(self) -> None:
         self.main = Served(self.session, self.tally)
@@ -130,6 +132,15 @@ class Runtime:
             if chunk is not None:
                 chunk.layers += layers
         return self._step[1]
+
+    def kind(self, layer: Layer) -> Hashable:
+        """All that layers must have in common for what one comes to in a step to hold for the other."""
+        found = self._kinds.get(layer.index)
+        if found is None:
+            own = tuple(one.session.kind(layer.index) for one in self.every)
+            found = layer.scale, layer.softcap, layer.sinks is None, layer.index == self.unread, own
+            self._kinds[layer.index] = found
+        return found
 
     def serving(self, row: Row) -> Served:
         """The service that runs a row sparse."""
@@ -323,7 +334,7 @@ def _served(source: Source, options: Options, model: Model, owner: Owner, summar
     session = Session(
         route,
         evolve(options, strict=False, measure=False),  # of a server's start, and of its tally
-        observe=tally.observe,
+        told=tally.ran,
         gate=source.gate,
         hear_recall=tally.recall,
         off=NO_GATE,

@@ -13,13 +13,11 @@ from typing import Any
 from attrs import define, field, frozen
 
 from sparseprefill import __version__
-from sparseprefill.call import AttentionCall
 from sparseprefill.errors import numberless
-from sparseprefill.plan import Result
 
 from ..session.codes import Code, Why
 from ..session.kinds import MOST, OTHERS
-from ..session.ledger import Uncounted
+from ..session.ledger import Ran
 from ..session.session import Session
 from ..session.watch import CallRecall
 from .pace import Step
@@ -108,18 +106,18 @@ class Tally:
         """A prompt's chunk that begins: its tokens, and the keys of its calls."""
         return Chunk(self, tokens, keys)
 
-    def observe(self, call: AttentionCall, result: Result) -> None:
+    def ran(self, layer: int, call: Ran) -> None:
         """A layer ran sparse."""
-        layers = self.layer_class(call.layer)
+        layers = self.layer_class(layer)
         self._count("prefill_calls", 1, layers, "sparse")
         if self.measure:
-            done, allowed = Uncounted.of(result).count()
+            done, allowed = call.done.count()
             self._count("pairs", done, layers, "computed")
             self._count("pairs", allowed, layers, "causal")
-            before = self._pairs.get(call.layer, (0, 0))
-            self._pairs[call.layer] = (before[0] + done, before[1] + allowed)
+            before = self._pairs.get(layer, (0, 0))
+            self._pairs[layer] = (before[0] + done, before[1] + allowed)
             if allowed:
-                self._density(layers, call.kv_len, done / allowed)
+                self._density(layers, call.sizes[2], done / allowed)
 
     def fallback(self, layer: int, why: Why) -> None:
         """A layer ran a request's chunk dense."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 from functools import reduce
 
 import torch
@@ -13,10 +14,12 @@ from torch import Tensor
 from sparseprefill.mask.count import allowed_pairs
 from sparseprefill.mask.geometry import Geometry
 from sparseprefill.mask.mask import SparseMask
-from sparseprefill.plan import Result, Rounding
+from sparseprefill.plan import Kernel, Remark, Result, Rounding
 
 from .kinds import Kinds
 from .report import LayerRecall, LayerReport, Mode
+
+UNSKIPPED = "the executor cannot skip tiles by their logits; it computed the whole mask"
 
 
 @frozen(eq=False)
@@ -75,6 +78,48 @@ class Uncounted:
         return torch.stack([one.sum() for one in pairs]).sum()
 
 
+@frozen(eq=False)
+class Ran:
+    """What is recorded of a call that ran sparse. sizes: batch rows, queries, keys. serial: of its prefill. kernels:
+    that served it, or an executor that does not tell. remarks: for the user. rounded: of a reduced precision."""
+
+    sizes: tuple[int, int, int]
+    serial: int
+    done: Uncounted
+    kernels: tuple[Kernel | str, ...]
+    remarks: tuple[str, ...] = ()
+    rounded: Rounding | None = None
+
+    @classmethod
+    def of(cls, result: Result, sizes: tuple[int, int, int], serial: int, executor: str = "") -> Ran:
+        """Nothing is read on the host. executor: its name, where the result does not tell kernels."""
+        remarks = [UNSKIPPED] if result.plan.skip_below is not None and result.skipped is None else []
+        remarks += [str(note) for note in result.plan.notes.values() if isinstance(note, Remark)]
+        kernels = result.kernels or (executor,)
+        return cls(sizes, serial, Uncounted.of(result), kernels, tuple(remarks), result.rounded)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Those that differ from layer to layer, of a call that was counted."""
+        errors = None if self.rounded is None else self.rounded.errors
+        return [x for x in (self.done.pairs, self.done.skipped, errors) if x is not None]
+
+    def counted(self) -> Ran:
+        """The pairs counted on the device, in the place of the lists."""
+        return evolve(self, done=self.done.counted())
+
+    def over(self, found: Iterator[Tensor]) -> Ran:
+        """The same of a layer with other tensors, as `tensors` has them."""
+        old, rounded = self.done, self.rounded
+        pairs = None if old.pairs is None else next(found)
+        done = Uncounted(old.geometry, (), pairs, None if old.skipped is None else next(found))
+        return evolve(self, done=done, rounded=None if rounded is None else evolve(rounded, errors=next(found)))
+
+    def bare(self) -> Ran:
+        """Without its prefill."""
+        return evolve(self, serial=-1)
+
+
 @define(eq=False)
 class Room:
     """Bytes that the results which wait hold, over all layers of a session: a sum at hand, since every call asks."""
@@ -115,15 +160,15 @@ class LayerRecord:
         self.modes[mode] += 1
         self.last, self.sizes = mode, sizes
 
-    def ran(self, result: Result, sizes: tuple[int, int, int], serial: int, most: float | None) -> None:
-        """One call of the prefill `serial` ran sparse. most: see `keep`; None to `measure` at once."""
-        self.count("sparse", sizes)
-        self.begin(serial)
-        self.rounded = result.rounded or self.rounded
+    def ran(self, call: Ran, most: float | None) -> None:
+        """One call ran sparse. most: see `keep`; None to `measure` at once."""
+        self.count("sparse", call.sizes)
+        self.begin(call.serial)
+        self.rounded = call.rounded or self.rounded
         if most is None:
-            self.measure(Uncounted.of(result))
+            self.measure(call.done)
         else:
-            self.keep(Uncounted.of(result), most)
+            self.keep(call.done, most)
 
     def begin(self, serial: int) -> None:
         """Forget the results of the prefill before, if `serial` is another."""

@@ -6,7 +6,7 @@ import itertools
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from functools import partial
 from typing import TypeVar
 
@@ -20,20 +20,22 @@ from sparseprefill.errors import AttachError, ParameterError, UnsupportedCallErr
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.memory import Memory
 from sparseprefill.pipeline import SHARE, Pipeline
-from sparseprefill.plan import Kernel, Plan, Planned, Remark, Result
+from sparseprefill.plan import Kernel, Plan, Planned, Result
 from sparseprefill.route import Route, gated
 
 from .codes import Code, Why
 from .kinds import MOST, Kinds
-from .ledger import LayerRecord, Room
+from .ledger import LayerRecord, Ran, Room
 from .options import HostOptions
 from .prospects import NOT_CHOSEN, prospects
+from .repeat import Recordings, Repeat, key_of, may_repeat, run_repeated, shortened
 from .report import Report
 from .unread import as_whole, read_part
 from .watch import Hear, RecallWatch
 
 T = TypeVar("T")
 Observe = Callable[[AttentionCall, Result], None]
+Told = Callable[[int, Ran], None]
 KEPT_BYTES = 64 << 20
 """Memory of masks that wait for a report to count them, a round guess; beyond, the device counts at once."""
 WHOLE = (
@@ -43,7 +45,6 @@ WHOLE = (
 UNREAD = (
     "layer {layer} computed only the last rows of the prompt, with every key: nobody reads the others (skip_unread)"
 )
-UNSKIPPED = "the executor cannot skip tiles by their logits; it computed the whole mask"
 APART = "requests of one step were computed one by one, since together they failed: {error}"
 USUAL = HostOptions()
 log = logging.getLogger(__name__)
@@ -82,17 +83,32 @@ class Prefill:
     watched: bool | None = field(default=None, init=False)
 
 
-Outcome = Result | Fallback | Exception
-"""Result of one call of several; an exception is what `Session.run` would have raised."""
+Outcome = Result | Ran | Fallback | Exception
+"""Result of one call of several, or what stands for one that lies where it was wanted; an exception is what
+`Session.run` would have raised."""
 
 
 @frozen(eq=False)
-class _Begun:
-    """A call that waits for others of its step."""
+class _Waiting:
+    """A call for which a pipeline is chosen. out: where its output is wanted, if anywhere."""
 
-    planned: Planned
+    call: AttentionCall
     prefill: Prefill
     pipeline: Pipeline
+    out: Tensor | None = None
+
+    def ran(self, result: Result) -> Ran:
+        """For the record."""
+        executor = type(self.pipeline.executor).__name__
+        return Ran.of(result, sizes(self.call), self.prefill.serial, executor)
+
+
+def _filled(one: Outcome, out: Tensor | None) -> Outcome:
+    """An outcome whose output lies where it is wanted."""
+    if not isinstance(one, Result) or out is None:
+        return one
+    out.copy_(one.out)
+    return Ran.of(one, (0, 0, 0), -1)
 
 
 class Session:
@@ -100,7 +116,8 @@ class Session:
 
     options: see `HostOptions`; with `strict` UnsupportedCallError is raised instead of falling back, and without
     `measure` masks wait for `report`, or, beyond `KEPT_BYTES`, their counts on the device.
-    observe: called as ``observe(call, result)`` after every sparse call. warn: log the first fallback of each reason.
+    observe: called as ``observe(call, result)`` after every sparse call, which keeps layers from being repeated. told:
+    called as ``told(layer, ran)`` after each, repeated or not. warn: log the first fallback of each reason.
     gate: judges each prompt by its sizes ("auto", a table or its path, a Gate; None for the route's own, if it has
     one); what it finds too small for the method the host computes, which is no failure and so nothing that `strict`
     raises for. hear_recall: told of each measured call when its figures arrive, which no call waits for. off: how this
@@ -116,6 +133,7 @@ class Session:
         warn: bool = True,
         gate: GateChoice = None,
         hear_recall: Hear | None = None,
+        told: Told | None = None,
         off: str = OFF,
     ) -> None:
         options.check()
@@ -125,7 +143,8 @@ class Session:
         self.route, self.tail, self._off = route.with_tail(options.tail).with_remedy(off), options.tail, off
         self.min_query, self.strict = options.min_query, options.strict
         self.layers = None if options.layers is None else frozenset(options.layers)
-        self._measure, self._observe, self._warn = options.measure, observe, warn
+        self._measure, self._observe, self._warn, self._told = options.measure, observe, warn, told
+        self._recordings = Recordings()
         every, strict_recall = options.recall_every, options.strict_recall
         self._watch = RecallWatch(route.name, every, strict_recall, hear_recall, self.note)
         self._records: dict[int, LayerRecord] = {}
@@ -144,55 +163,122 @@ class Session:
         the rows that were computed, with a density that is a share of the whole call's pairs.
         Raises UnsupportedCallError if `strict`, and whatever a stage raises: a broken stage is no fallback.
         """
-        chosen = self._choose(call, prefill)
-        if not isinstance(chosen, Pipeline):
-            return chosen
-        try:
-            found = self._read(call, prefill, chosen, read)
-            if found is not None:
-                return found
-            result = chosen.run(call, prefill.memory)
-        except UnsupportedCallError as error:
-            return self.decline(call.layer, str(error), sizes(call))
-        return self._sparse(call, prefill, chosen, result)
+        picked = self._pick(call, prefill, read)
+        if not isinstance(picked, Pipeline):
+            return picked
+        found = self._alone(_Waiting(call, prefill, picked))
+        assert not isinstance(found, Ran)
+        return found
 
     @uncast
-    def run_many(self, calls: Sequence[tuple[AttentionCall, Prefill, int | None]]) -> list[Outcome]:
+    def run_many(
+        self,
+        calls: Sequence[tuple[AttentionCall, Prefill, int | None]],
+        into: Sequence[Tensor] = (),
+        slots: Sequence[Tensor] = (),
+        repeats: list[Repeat] | None = None,
+    ) -> list[Outcome]:
         """Do as `run` does for calls of different requests, with one launch for several where the executor can.
 
         In the place of a call that fails is what `run` would have raised: the others have their results all the same.
+        into: of each call a tensor ``[B, Hq, Nq, Dv]`` for its output, which may be a view; a `Ran` stands for a result
+        that lies there. slots: all tensors of the host that the calls and `into` are views of, and that other layers
+        have others of: where what the calls do can be repeated for those, `repeats` gets what does.
         """
-        if len(calls) == 1:
-            return [_tried(partial(self.run, *calls[0]))]
         found: list[Outcome] = []
         for first in range(0, len(calls), SHARE):
-            begun = [_tried(partial(self._begin, *one)) for one in calls[first : first + SHARE]]
-            waiting: dict[Pipeline, list[_Begun]] = {}
-            for one in begun:
-                if isinstance(one, _Begun):
-                    waiting.setdefault(one.pipeline, []).append(one)
-            ended: dict[_Begun, Outcome] = {}
-            for pipeline, group in waiting.items():
-                made = self._execute(pipeline, [one.planned for one in group])
-                ended |= {one: _tried(partial(self._end, one, done)) for one, done in zip(group, made, strict=True)}
-            found += [ended[one] if isinstance(one, _Begun) else one for one in begun]
+            some = range(first, min(first + SHARE, len(calls)))
+            outs = [into[i] if into else None for i in some]
+            found += self._run_some([calls[i] for i in some], outs, slots, repeats)
         return found
 
-    def _begin(self, call: AttentionCall, prefill: Prefill, read: int | None) -> _Begun | Result | Fallback:
-        """A call's plan; or its result, where it cannot wait for others, or why the host shall compute it."""
+    def _run_some(
+        self,
+        calls: Sequence[tuple[AttentionCall, Prefill, int | None]],
+        outs: Sequence[Tensor | None],
+        slots: Sequence[Tensor],
+        repeats: list[Repeat] | None,
+    ) -> list[Outcome]:
+        picked = [_tried(partial(self._pick, *one)) for one in calls]
+        ended = {i: _filled(one, outs[i]) for i, one in enumerate(picked) if not isinstance(one, Pipeline)}
+        by_method: dict[Pipeline, list[int]] = {}
+        for i, one in enumerate(picked):
+            if isinstance(one, Pipeline):
+                by_method.setdefault(one, []).append(i)
+        for pipeline, places in by_method.items():
+            group = [_Waiting(*calls[i][:2], pipeline, outs[i]) for i in places]
+            done = self._repeated(pipeline, group, slots, repeats) if repeats is not None else None
+            ended.update(zip(places, self._together(pipeline, group) if done is None else done, strict=True))
+        return [ended[i] for i in range(len(calls))]
+
+    def _pick(self, call: AttentionCall, prefill: Prefill, read: int | None) -> Pipeline | Result | Fallback:
+        """The pipeline for a call; what it comes to without one, or where only its last rows are read."""
         chosen = self._choose(call, prefill)
         if not isinstance(chosen, Pipeline):
             return chosen
         try:
             found = self._read(call, prefill, chosen, read)
-            if found is not None:
-                return found
-            begun = chosen.begin(call, prefill.memory)
         except UnsupportedCallError as error:
             return self.decline(call.layer, str(error), sizes(call))
-        if isinstance(begun, Result):
-            return self._sparse(call, prefill, chosen, begun)
-        return _Begun(begun, prefill, chosen)
+        return chosen if found is None else found
+
+    def _repeated(
+        self, pipeline: Pipeline, group: Sequence[_Waiting], slots: Sequence[Tensor], repeats: list[Repeat]
+    ) -> Sequence[Outcome] | None:
+        """Outcomes of calls that are recorded, or were before; None where that cannot be, or fails: then as if nothing
+        had been tried."""
+        calls = [shortened(pipeline, one.call) for one in group]
+        outs = [one.out for one in group if one.out is not None]
+        if self._observe is not None or self._measure or not may_repeat(pipeline, slots, calls):
+            return None
+        watched = [self._watched(one.prefill) for one in group]
+        if len(outs) != len(group) or any(watched):
+            return None
+        layer, key = calls[0].layer, key_of(pipeline, calls, outs, slots)
+
+        def work() -> list[Ran]:
+            memories = [Memory() for _ in calls]
+            if len(calls) == 1:
+                results = [pipeline.run_into(calls[0], memories[0], outs[0])]
+            else:
+                results = pipeline.run_many(calls, memories)
+                for out, result in zip(outs, results, strict=True):
+                    out.copy_(result.out)
+            return [one.ran(result) for one, result in zip(group, results, strict=True)]
+
+        try:
+            ran, step = run_repeated(key, self._recordings, work, slots, layer)
+        except Exception as error:  # the plain way tells whose it is
+            log.debug("nothing is repeated", exc_info=error)
+            frameless(error)
+            return None
+        ran = [evolve(one, serial=waiting.prefill.serial) for one, waiting in zip(ran, group, strict=True)]
+        self.tell(layer, ran)
+        if isinstance(step, str):
+            log.debug("%s: a step of %s is not repeated: %s", self.route.name, ran[0].sizes, step)
+        else:
+            repeats.append(Repeat(step, tuple(ran), self.tell))
+        return ran
+
+    def _together(self, pipeline: Pipeline, group: Sequence[_Waiting]) -> list[Outcome]:
+        """Outcomes of calls, each of which may fail by itself."""
+        if len(group) == 1:
+            return [_tried(partial(self._alone, group[0]))]
+        begun = [_tried(partial(pipeline.begin, one.call, one.prefill.memory)) for one in group]
+        planned = [one for one in begun if isinstance(one, Planned)]
+        made = iter(self._execute(pipeline, planned) if planned else ())
+        ended = [next(made) if isinstance(one, Planned) else one for one in begun]
+        each = zip(group, begun, ended, strict=True)
+        return [_tried(partial(self._end, waiting, one, result)) for waiting, one, result in each]
+
+    def _alone(self, waiting: _Waiting) -> Result | Ran | Fallback:
+        call, memory = waiting.call, waiting.prefill.memory
+        try:
+            if waiting.out is None:
+                return self._sparse(waiting, waiting.pipeline.run(call, memory))
+            return self._sparse(waiting, waiting.pipeline.run_into(call, memory, waiting.out))
+        except UnsupportedCallError as error:
+            return self.decline(call.layer, str(error), sizes(call))
 
     def _execute(self, pipeline: Pipeline, planned: Sequence[Planned]) -> list[Result | Exception]:
         """Together; where that fails one by one, so that an error stays with its request, and a note says so."""
@@ -206,14 +292,18 @@ class Session:
         frameless(found)
         return [one for some in planned for one in self._execute(pipeline, [some])]
 
-    def _end(self, begun: _Begun, found: Result | Exception) -> Result | Fallback:
-        call = begun.planned.call
+    def _end(
+        self, waiting: _Waiting, begun: Planned | Result | Exception, found: Result | Exception
+    ) -> Result | Ran | Fallback:
+        call = waiting.call
         if isinstance(found, UnsupportedCallError):
             return self.decline(call.layer, str(found), sizes(call))
         if isinstance(found, Exception):
             raise found
-        result = begun.pipeline.finish(begun.planned, found)
-        return self._sparse(call, begun.prefill, begun.pipeline, result)
+        result = waiting.pipeline.finish(begun, found) if isinstance(begun, Planned) else found
+        if waiting.out is not None:
+            waiting.out.copy_(result.out)
+        return self._sparse(waiting, result)
 
     @property
     def measures_recall(self) -> bool:
@@ -231,6 +321,12 @@ class Session:
         if not chosen:
             return self._dense(layer, NOT_CHOSEN, shape, code=Code.LAYERS)
         return self._dense(layer, verdict.reason, shape, code=verdict.code)
+
+    def kind(self, layer: int) -> Hashable:
+        """All that a layer's index decides: layers of one kind come to the same in a step."""
+        profile = self.route.profile
+        dense = () if profile is None else tuple(layer in one.dense_layers for one in profile.ranges)
+        return self.layers is None or layer in self.layers, dense
 
     def whole(self, call: AttentionCall) -> Tensor | None:
         """Output ``[B, Hq, Nq, Dv]`` of dense attention by the pipeline's executor; None where it cannot run the call.
@@ -371,21 +467,38 @@ class Session:
         if first and self._warn:
             log.info("%s: calls run dense: %s", self.route.name, with_remedy(reason, self._off))
 
-    def _sparse(self, call: AttentionCall, prefill: Prefill, pipeline: Pipeline, result: Result) -> Result:
-        """Record a call that ran sparse."""
-        with self._lock:
-            self._count_kernels(result, pipeline.executor)
-        self._count_sparse(call, prefill, result)
-        if self._watch.every:  # nothing waits for what is measured
-            if prefill.watched is None:
-                prefill.watched = self._watch.choose()
-            if prefill.watched:
-                self._watch.measure(call, result)
-            elif self._watch.coming:
-                self._watch.read()
+    def _sparse(self, waiting: _Waiting, result: Result) -> Result | Ran:
+        """Record a call that ran sparse; its result, or what stands for one that lies where it was wanted."""
+        call, ran = waiting.call, waiting.ran(result)
+        self.tell(call.layer, [ran])
+        if self._watched(waiting.prefill):
+            self._watch.measure(call, result)
+        elif self._watch.coming:
+            self._watch.read()
         if self._observe is not None:
             self._observe(call, result)
-        return result
+        return result if waiting.out is None else ran
+
+    def _watched(self, prefill: Prefill) -> bool:
+        """True if the recall of a prefill is measured, which nothing waits for."""
+        if not self._watch.every:
+            return False
+        if prefill.watched is None:
+            prefill.watched = self._watch.choose()
+        return prefill.watched
+
+    def tell(self, layer: int, calls: Sequence[Ran]) -> None:
+        """Record calls of a layer that ran sparse."""
+        with self._lock:
+            record = self._record(layer)
+            for ran in calls:
+                self._count_kernels(ran.kernels)
+                record.ran(ran, None if self._measure else KEPT_BYTES)
+                for remark in ran.remarks:
+                    self._notes.add(remark)
+        if self._told is not None:
+            for ran in calls:
+                self._told(layer, ran)
 
     def _read(self, call: AttentionCall, prefill: Prefill, pipeline: Pipeline, rows: int | None) -> Result | None:
         """Every key for the last rows of a call, which alone are read, and nothing for the others; None where `run`
@@ -397,19 +510,10 @@ class Session:
             return None
         result = as_whole(found, part, call)
         self.note(UNREAD.format(layer=call.layer))
-        self._count_sparse(call, prefill, result)
+        self.tell(call.layer, [evolve(_Waiting(call, prefill, pipeline).ran(result), kernels=())])
         if self._observe is not None:
             self._observe(part, evolve(found, parts=result.parts))
         return result
-
-    def _count_sparse(self, call: AttentionCall, prefill: Prefill, result: Result) -> None:
-        with self._lock:
-            self._record(call.layer).ran(result, sizes(call), prefill.serial, None if self._measure else KEPT_BYTES)
-            if result.plan.skip_below is not None and result.skipped is None:
-                self._notes.add(UNSKIPPED)
-            for note in result.plan.notes.values():
-                if isinstance(note, Remark):
-                    self._notes.add(str(note))
 
     def _sliding(self, call: AttentionCall) -> Result | Fallback:
         found = self._full(call)
@@ -426,7 +530,7 @@ class Session:
             return f"{executor.name}: {reason}"
         result = executor.execute(call, Plan(SparseMask.full(call)))
         with self._lock:
-            self._count_kernels(result, executor.given)
+            self._count_kernels(result.kernels or (type(executor.given).__name__,))
         return result
 
     def _dense(
@@ -446,9 +550,9 @@ class Session:
             record.reasons.add(reason)
         return Fallback(reason, chosen, small, code)
 
-    def _count_kernels(self, result: Result, executor: object) -> None:
-        """Count the kernels that served; of an executor that does not tell, its name."""
-        self._kernels.update(result.kernels or (type(executor).__name__,))
+    def _count_kernels(self, kernels: Sequence[Kernel | str]) -> None:
+        """Count the kernels that served."""
+        self._kernels.update(kernels)
         if len(self._kernels) > MOST:
             self._kernels = Counter[Kernel | str](self._kernel_kinds())
 

@@ -129,7 +129,11 @@ def prefilling(host: Any) -> Any:
                 out.copy_(whole[0][part.begin : part.end])
 
             read = _reader(state, layer, step, q)
-            run(state.runtime, facts, step.parts, query, output, read, stock, slow=True)
+            pool, of = state.runner.token_to_kv_pool, layer.layer_id
+            slots = (query, output, pool.get_key_buffer(of), pool.get_value_buffer(of), *step.tables.values())
+            if facts.sinks is not None:
+                slots = (*slots, facts.sinks)
+            run(state.runtime, facts, step.parts, query, output, slots, read, stock, slow=True)
             if step.rest is not None:
                 rows = step.rest.rows
                 if whole:

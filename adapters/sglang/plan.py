@@ -9,7 +9,7 @@ from typing import Any
 from attrs import define, field, frozen
 from torch import Tensor
 
-from ..serving.parts import Part, gaps
+from ..serving.parts import Batch, Part, gaps
 from ..serving.requests import Row
 from ..serving.wishes import Unknown
 from . import known
@@ -37,7 +37,7 @@ class Step:
     there are any. tokens: of the whole batch. complete: ids of the prefills that end with the step.
     """
 
-    parts: list[Part]
+    parts: Batch
     tables: Mapping[int, Tensor]
     tokens: int
     complete: tuple[str, ...]
@@ -79,7 +79,7 @@ def plan(runtime: Runtime, batch: Any, slots: Tensor, page: int) -> Step | None:
     if not sparse:
         return None
     bounds = [0, *accumulate(counts)]
-    parts, tables = list[Part](), dict[int, Tensor]()
+    parts, tables = Batch(), dict[int, Tensor]()
     for i, n in sparse.items():
         part = Part(i, i + 1, bounds[i], bounds[i + 1], rows[n], found[n], runtime.chunks[n], runtime.serving(rows[n]))
         parts.append(part)

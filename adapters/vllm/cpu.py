@@ -17,7 +17,7 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from ..serving.parts import Part
+from ..serving.parts import Batch
 from . import packing
 from .shared import SparseBackend, SparseBuilder, SparseImpl
 
@@ -28,7 +28,7 @@ STOCK = "CPU_ATTN"
 class SparseCPUMetadata(CPUAttentionMetadata):
     """parts: of a batch with requests that run sparse."""
 
-    parts: list[Part] | None = None
+    parts: Batch | None = None
 
 
 class SparseCPUBuilder(SparseBuilder, CPUAttentionMetadataBuilder):

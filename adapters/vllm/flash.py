@@ -16,7 +16,7 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from ..serving.parts import Part
+from ..serving.parts import Batch
 from .paged import PagedBackend, PagedImpl
 from .shared import SparseBuilder
 
@@ -27,7 +27,7 @@ STOCK = "FLASH_ATTN"
 class SparseFlashMetadata(FlashAttentionMetadata):
     """parts: of a batch with requests that run sparse. A field, so that vLLM's copies of metadata keep it."""
 
-    parts: list[Part] | None = None
+    parts: Batch | None = None
 
 
 class SparseFlashBuilder(SparseBuilder, FlashAttentionMetadataBuilder):

@@ -30,7 +30,7 @@ from sparseprefill.errors import AttachError, UnsupportedCallError
 
 from ..serving.attend import run
 from ..serving.layer import WINDOW, Heads, Layer
-from ..serving.parts import Part
+from ..serving.parts import Batch, Part
 from .groups import reason_of, served, survey
 from .layer import INDEXED, index_of
 from .names import Names
@@ -61,7 +61,7 @@ class SparsePrefill(Host):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.runtime = layer_runtime(self.vllm_config, self.get_name(), latent=True)
-        self.parts: list[Part] | None = None
+        self.parts: Batch | None = None
         self.asking: Asking | None = None
         self._step: Any = None
         self._sparse: set[int] = set()
@@ -120,7 +120,7 @@ class SparsePrefill(Host):
 
         if q.dtype.itemsize == 1:
             layer = evolve(layer, reason=ROUNDED.format(dtype=q.dtype))
-        if not run(runtime, layer, parts, q, found, partial(self._keys, asking, k, v), stock, slow=False):
+        if not run(runtime, layer, parts, q, found, (), partial(self._keys, asking, k, v), stock, slow=False):
             return super().run_prefill_new_tokens(q, k, v, return_softmax_lse, out, output_scale)
         self._sparse = {part.first for part in parts if part.row is not None}.difference(left)
         return found if lse is None else (found, lse)
@@ -163,11 +163,11 @@ class SparsePrefill(Host):
 
         builder.build = build
 
-    def _of_prefills(self, parts: list[Part], common: Any) -> list[Part]:
+    def _of_prefills(self, parts: Batch, common: Any) -> Batch:
         """The parts of a batch without its decoding rows, which come first; counted from the first prefill."""
         decoding = int(common.num_reqs) - len(self._step.query_lens_cpu)
         rows = int(common.query_start_loc_cpu[decoding])
-        found = [part for part in parts if part.last > decoding]
+        found = Batch(part for part in parts if part.last > decoding)
         for part in found:
             part.first, part.last = max(part.first - decoding, 0), part.last - decoding
             part.begin, part.end = max(part.begin - rows, 0), part.end - rows

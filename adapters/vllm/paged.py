@@ -53,6 +53,13 @@ class PagedImpl(SparseImpl):
         """Outputs are written in the model's dtype."""
         return False
 
+    def slots(self, layer: Any, query: Tensor, cache: Tensor, metadata: Any, output: Tensor) -> tuple[Tensor, ...]:
+        """With the cache's scales, and the layer's sinks, where it has some."""
+        more = () if self.sinks is None else (self.sinks,)
+        if self.kv_cache_dtype.startswith("fp8"):
+            more = (layer._k_scale, layer._v_scale, *more)
+        return query, output, cache, metadata.block_table, *more
+
     def read(self, layer: Any, cache: Tensor, table: Tensor, length: int, dtype: torch.dtype) -> Pages:
         """Pages of a request's keys and values."""
         fp8 = self.fp8_dtype if self.kv_cache_dtype.startswith("fp8") else None

@@ -11,14 +11,14 @@ from functools import partial
 from itertools import compress
 from typing import Any
 
-from ..serving.parts import Part, gaps, runs
+from ..serving.parts import Batch, Part, gaps, runs
 from ..serving.requests import Row
 from ..serving.wishes import Unknown
 from .runtime import Runtime
 from .split import narrow, objection
 
 
-def plan(runtime: Runtime, common: Any, stock: Callable[[Any], Any], layers: int = 0) -> list[Part] | None:
+def plan(runtime: Runtime, common: Any, stock: Callable[[Any], Any], layers: int = 0) -> Batch | None:
     """The parts of a batch, or None where the host computes all of it.
 
     common: vLLM's CommonAttentionMetadata. stock: makes the host's own metadata. layers: that get the parts; 0 where
@@ -47,7 +47,7 @@ def plan(runtime: Runtime, common: Any, stock: Callable[[Any], Any], layers: int
     sparse = {i: n for n, i in enumerate(places) if runtime.chunks[n] is not None}
     if not sparse or why is not None:
         return None
-    parts = []
+    parts = Batch()
     for first, last in runs(sparse, count):
         make = partial(_stock, stock, common, first, last, starts, lengths)
         part = Part(first, last, starts[first], starts[last], make=make)

@@ -74,8 +74,9 @@ class SparseImpl(Host):
         if parts is not None and runtime is not None:
             if self.facts is None:
                 self.facts = layer_of(layer.layer_name, self)
+            slots = self.slots(layer, query, kv_cache, attn_metadata, output)
             read, stock = self._hands(layer, kv_cache, attn_metadata, query.dtype)
-            if run(runtime, self.facts, parts, query, output, read, stock, slow=self.slow):
+            if run(runtime, self.facts, parts, query, output, slots, read, stock, slow=self.slow):
                 return output
         scales = (output_scale, output_block_scale)
         self.stock(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
@@ -92,6 +93,10 @@ class SparseImpl(Host):
             self.stock(layer, rows, None, None, cache, part.metadata(), out)
 
         return read, stock
+
+    def slots(self, layer: Any, query: Tensor, cache: Tensor, metadata: Any, output: Tensor) -> tuple[Tensor, ...]:
+        """Tensors of the host in which the layers of a step differ; none where what they come to is not repeated."""
+        return ()
 
     @abstractmethod
     def read(

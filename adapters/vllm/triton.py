@@ -16,7 +16,7 @@ from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionMetadataBuilder,
 )
 
-from ..serving.parts import Part
+from ..serving.parts import Batch
 from .paged import PagedBackend, PagedImpl
 from .shared import SparseBuilder
 
@@ -27,7 +27,7 @@ STOCK = "TRITON_ATTN"
 class SparseTritonMetadata(TritonAttentionMetadata):
     """parts: of a batch with requests that run sparse. A field, so that vLLM's copies of metadata keep it."""
 
-    parts: list[Part] | None = None
+    parts: Batch | None = None
 
 
 class SparseTritonBuilder(SparseBuilder, TritonAttentionMetadataBuilder):

@@ -24,8 +24,9 @@ itself, in attributes that a pipeline looks up once, when it is built (`Stage`);
     True: what the stage does on the device follows from the sizes of the call (`AttentionCall.shape`) and from its own
     settings, and it does that by torch's operators and `kernels.launch.enqueue` alone. It reads no value of the device,
     keeps nothing in memory, and asks neither for ``call.layer`` nor for the prompt's length beyond its `tail`; "prompt"
-    where it asks for that. A host may then record what one layer's call did and repeat it for the layers after it, which meet no stage any more
-    (`kernels.recording`). The law "repeated == plain" holds it to that. The default: False.
+    where it asks for that. A host may then record what one layer's call did and repeat it for the layers after it,
+    which meet no stage any more (`kernels.recording`). The law "repeated == plain" holds it to that. The default:
+    False.
 ``workspace(call) -> int``
     an upper bound in bytes of the memory that the stage holds for such a call, beyond q, k, v and the output, with
     what it leaves in its plan; from sizes alone, no value on the device is read. The default: `default_workspace`.

@@ -16,8 +16,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sparseprefill.call import AttentionCall
-from sparseprefill.kernels.launch import enqueue
 from sparseprefill.kernels.family.chips import Chip, chip
+from sparseprefill.kernels.launch import enqueue
 from sparseprefill.kernels.settings import FUSED, HALVES_ALONE, Settings
 from sparseprefill.kernels.source import Keys, strides
 from sparseprefill.kernels.steps import batch_row, factor, floor_div, load_rows, stored_rows

@@ -11,7 +11,6 @@ import triton.language as tl
 from torch import Tensor
 
 from sparseprefill.call import AttentionCall
-from sparseprefill.kernels.launch import enqueue
 from sparseprefill.kernels.groups import (
     RUNTIME,
     GroupTiles,
@@ -23,6 +22,7 @@ from sparseprefill.kernels.groups import (
     program_tile,
     token_row,
 )
+from sparseprefill.kernels.launch import enqueue
 from sparseprefill.kernels.settings import FUSED
 from sparseprefill.kernels.statistics.softmax import tile_softmax
 from sparseprefill.kernels.steps import batch_row, factor, floor_div

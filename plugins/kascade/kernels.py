@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sparseprefill.call import AttentionCall
-from sparseprefill.kernels.launch import enqueue
 from sparseprefill.kernels.family.chips import chip
+from sparseprefill.kernels.launch import enqueue
 from sparseprefill.kernels.sampled.mass import settings
 from sparseprefill.kernels.settings import FUSED, block, cdiv
 from sparseprefill.kernels.source import Keys, strides

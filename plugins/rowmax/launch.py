@@ -14,8 +14,8 @@ from triton.errors import TritonError
 
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import frameless
-from sparseprefill.kernels.launch import enqueue
 from sparseprefill.kernels.family.chips import NONE, Chip, chip
+from sparseprefill.kernels.launch import enqueue
 from sparseprefill.kernels.settings import (
     FUSED,
     HALVES_ALONE,

@@ -14,7 +14,6 @@ import triton.language as tl
 from torch import Tensor
 
 from sparseprefill.call import AttentionCall
-from sparseprefill.kernels.launch import enqueue
 from sparseprefill.kernels.groups import (
     RUNTIME,
     GroupTiles,
@@ -26,6 +25,7 @@ from sparseprefill.kernels.groups import (
     program_tile,
     token_row,
 )
+from sparseprefill.kernels.launch import enqueue
 from sparseprefill.kernels.settings import FUSED
 from sparseprefill.kernels.steps import LN2, LOG2E, factor, floor_div
 

@@ -13,7 +13,7 @@ from attrs import evolve
 from sparseprefill.adapters.session import ledger
 from sparseprefill.adapters.session import session as module
 from sparseprefill.adapters.session.defaults import MIN_QUERY
-from sparseprefill.adapters.session.ledger import LayerRecord, Room, Uncounted
+from sparseprefill.adapters.session.ledger import LayerRecord, Ran, Room, Uncounted
 from sparseprefill.adapters.session.options import HostOptions
 from sparseprefill.adapters.session.prospects import NOT_CHOSEN
 from sparseprefill.adapters.session.report import LayerRecall, LayerReport, Report
@@ -88,12 +88,13 @@ def test_a_layer_says_which_heads_stayed_in_16_bits() -> None:
         ([0.0, 0.2, 0.1, torch.nan], (1, 3), "8 bits, heads 1, 3 in 16"),
         ([0.0] * 4, (), "8 bits"),
     ):
-        record.ran(evolve(plain, rounded=Rounding("int8", torch.tensor([errors]), 0.1)), (1, 32, 32), 0, None)
-        record.ran(plain, (1, 32, 32), 0, None)  # a chunk of it in 16 bits
+        rounded = evolve(plain, rounded=Rounding("int8", torch.tensor([errors]), 0.1))
+        record.ran(Ran.of(rounded, (1, 32, 32), 0), None)
+        record.ran(Ran.of(plain, (1, 32, 32), 0), None)  # a chunk of it in 16 bits
         found = record.report(mean=False)
         assert found.in_16_bits == wanted
         assert str(found).endswith(text)
-    record.ran(plain, (1, 32, 32), 1, None)
+    record.ran(Ran.of(plain, (1, 32, 32), 1), None)
     assert record.report(mean=False).in_16_bits is None
 
 

@@ -35,8 +35,8 @@ def place(path: str) -> str | None:
 
 @define
 class Walk:
-    """What was seen of a call: the files that it ran in, each move: between which files, by which function, and how many
-    functions of the package were called.
+    """What was seen of a call: the files that it ran in, each move: between which files, by which function; and how
+    many functions of the package were called.
 
     Functions of others, code that attrs or Triton generates, and the wrapper of `uncast`, which stands around functions
     and hands on at once, are passed through: a move goes from the file of ours that was left to the next one of ours. A

@@ -1,7 +1,7 @@
 """Moves on the path that a GPU takes: kernels compiled for an H100, and a driver that does nothing with their launches.
 
-`python -m house.gpu METHOD...` (from tests/), of a layer behind others in its step: 8,192 rows behind 8,192 keys, 12 / 2
-heads of 128, bfloat16; vLLM's keys stand in pages of 16.
+`python -m house.gpu METHOD...` (from tests/), of a layer behind others in its step: 8,192 rows behind 8,192 keys,
+12 / 2 heads of 128, bfloat16; vLLM's keys stand in pages of 16. A transformers model reads 8,192 tokens.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Moves of a call: how often control passes from one file of the package to another, returns included.
 
-`python -m house.moves` (from tests/) prints the counts; with the name of a method, each of its moves, too. Those of a tiny
-call on a CPU, and those of the path that a GPU takes (`gpu_path`), which another process walks.
+`python -m house.moves` (from tests/) prints the counts; with the name of a method, each of its moves, too. Those of a
+tiny call on a CPU, and those of the path that a GPU takes (`gpu_path`), which another process walks.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from sparseprefill.adapters.vllm.runtime import Runtime
 
 from helpers.walk import Walk, layer_walk, pipeline_walk, watched
 from sparseprefill.profiles.identity import ModelIdentity
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -120,6 +121,9 @@ def impls_of(method: str, of: Sizes) -> tuple[list[Any], Runtime]:
 
     class Impl(_sparse_impl(), Host):  # type: ignore[misc]
         host_name = "HOST"
+
+        def slots(self, layer: Any, query: Any, cache: Any, metadata: Any, output: Any) -> tuple[torch.Tensor, ...]:
+            return query, output, cache, metadata.block_table
 
         def read(self, layer: Any, cache: torch.Tensor, table: torch.Tensor, length: int, dtype: torch.dtype) -> Any:
             return pages_of(cache, of.width, table, length, dtype=dtype)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from attrs import evolve, field, frozen
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -225,7 +225,9 @@ class Step:
     results: tuple[Any, ...]
 
     @classmethod
-    def of(cls, slots: Sequence[Tensor], scratch: int, work: Sequence[Launch | Operator], results: Sequence[Any]) -> Self:
+    def of(
+        cls, slots: Sequence[Tensor], scratch: int, work: Sequence[Launch | Operator], results: Sequence[Any]
+    ) -> Self:
         """slots: that it was recorded with; those that share a storage are one root."""
         known: dict[int, int] = {}
         ways, first = list[tuple[int, int]](), list[int]()

@@ -27,10 +27,10 @@ from sparseprefill.kernels.attention.arguments import (
 )
 from sparseprefill.kernels.attention.kernel import FLAGS, sparse_attention_fwd_kernel, tile_mass_fwd_kernel
 from sparseprefill.kernels.attention.together import Together
-from sparseprefill.kernels.launch import enqueue
 from sparseprefill.kernels.family.chips import chip
 from sparseprefill.kernels.family.choose import choose, launched
 from sparseprefill.kernels.family.record import Job, Launched, Wanted
+from sparseprefill.kernels.launch import enqueue
 from sparseprefill.kernels.settings import FUSED, Settings, power_of_two, settings
 from sparseprefill.kernels.source import Source, aligned, strides
 from sparseprefill.kernels.steps import LOG2E

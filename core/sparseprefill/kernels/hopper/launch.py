@@ -11,10 +11,10 @@ from sparseprefill.call import AttentionCall
 from sparseprefill.kernels.attention.arguments import Arguments as Given
 from sparseprefill.kernels.attention.arguments import flat
 from sparseprefill.kernels.attention.together import Together
-from sparseprefill.kernels.launch import enqueue
 from sparseprefill.kernels.family.chips import multiprocessors
 from sparseprefill.kernels.family.record import Job, Launched, Wanted
 from sparseprefill.kernels.hopper.kernel import hopper_attention_fwd_kernel
+from sparseprefill.kernels.launch import enqueue
 from sparseprefill.kernels.lists.order import longest_first, prepare
 from sparseprefill.kernels.roles.arguments import Arguments, Cache, Eight, Outputs, Sizes
 from sparseprefill.kernels.roles.paging import PANEL

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparseprefill.call import AttentionCall
-from sparseprefill.kernels.launch import enqueue
 from sparseprefill.kernels.family.chips import chip
+from sparseprefill.kernels.launch import enqueue
 from sparseprefill.kernels.sampled.mass import settings
 from sparseprefill.kernels.settings import block, cdiv
 from sparseprefill.kernels.source import Keys, packed, strides

@@ -20,8 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sparseprefill.call import AttentionCall
-from sparseprefill.kernels.launch import enqueue
 from sparseprefill.kernels.family.chips import Chip, chip
+from sparseprefill.kernels.launch import enqueue
 from sparseprefill.kernels.settings import FUSED, HALVES_ALONE, Settings, block, cdiv, power_of_two
 from sparseprefill.kernels.source import Keys, packed, strides
 from sparseprefill.kernels.steps import LN2, LOG2E, batch_row, factor, floor_div, load_rows, logits, stored_rows
