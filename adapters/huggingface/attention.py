@@ -18,6 +18,7 @@ from transformers.masking_utils import causal_mask_function
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import InvalidCallError
 
+from ..session.repeat import LEFT, Repeat
 from ..session.session import Fallback
 from .around import surroundings, without_numbers
 from .compiling import eagerly, refuse_one_graph
@@ -185,21 +186,37 @@ def _output(
     if not isinstance(compact, Compact):
         session.decline(layer, compact, shape)
         return None
-    # A gate judges by sizes: what it said of one layer holds for the next.
-    sizes = (id(mask.order), query.shape, key.shape, value.shape, query.dtype, query.device)
-    if (small := forward.small.get(sizes)) is not None:
-        session.again(layer, small, (query.shape[0], query.shape[2], compact.used))
+    q, k, v = lowered(query, key, value)
+    read = forward.read if layer == attached.last else None
+    logits = tuple(map(kwargs.get, ("scaling", "softcap"))), kwargs.get("s_aux") is None
+    kind = (id(mask.order), q.shape, k.shape, v.shape, q.dtype, q.device, logits, read, session.kind(layer))
+    known = forward.known.get(kind)
+    if isinstance(known, Fallback):
+        session.again(layer, known, (q.shape[0], q.shape[2], compact.used))
         return None
-    call = _call(attached, module, *lowered(query, key, value), compact, kwargs)
+    out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
+    slots = (q, k, v, out, *(x for x in (compact.starts, compact.lengths, kwargs.get("s_aux")) if x is not None))
+    if known is not None and known.fits(slots):
+        try:
+            known.run(layer, slots)
+        except Exception as error:  # which the plain way tells of, if it meets it, too
+            session.note(LEFT.format(error=type(error).__name__))
+            del forward.known[kind]
+        else:
+            return out
+    call = _call(attached, module, q, k, v, compact, kwargs)
     if not isinstance(call, AttentionCall):
         session.decline(layer, call, shape)
         return None
-    read = forward.read if layer == attached.last else None
-    outcome = session.run(call, forward.prefill, read)
+    repeats: list[Repeat] = []
+    (outcome,) = session.run_many([(call, forward.prefill, read)], [out.transpose(1, 2)], slots, repeats)
+    if isinstance(outcome, Exception):
+        raise outcome
     if not isinstance(outcome, Fallback):
-        return outcome.out.transpose(1, 2).contiguous()
+        forward.known.update((kind, one) for one in repeats)
+        return out
     if outcome.small:
-        forward.small[sizes] = outcome
+        forward.known[kind] = outcome
     return None
 
 

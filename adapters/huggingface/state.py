@@ -27,6 +27,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..session.kinds import Kinds
+from ..session.repeat import Repeat
 from ..session.session import Fallback, Prefill, Session
 from .inspection import configurations, trained_length
 from .masks import Compact, MaskFunction
@@ -286,7 +287,7 @@ class Forward:
     dense: why every layer of it stays with the host's attention; None if nothing is. stock: it does not go through this
     session at all. aside: it may go through another's. draft: its last tokens that are a draft, and no part of the
     prompt before them. end: tokens of that prompt in the cache when it has ended; None where its inputs do not tell.
-    read: how many last rows are read; None for all. small: what the gate left to the host, by sizes. foreign: what is
+    read: how many last rows are read; None for all. known: what a layer of a kind came to. foreign: what is
     not transformers' own in the attention function of a class of modules. seen: layers that called the attention
     function. over: it has ended. frame: the `id` of its frame on the stack, which is there until it ends; 0 where there
     was none, as in a graph.
@@ -301,7 +302,7 @@ class Forward:
     draft: int = 0
     end: int | None = None
     read: int | None = None
-    small: dict[Hashable, Fallback] = field(factory=dict, init=False)
+    known: dict[Hashable, Fallback | Repeat] = field(factory=dict, init=False)
     foreign: dict[type, str] = field(factory=dict, init=False)
     seen: set[int] = field(factory=set, init=False)
     over: bool = field(default=False, init=False)

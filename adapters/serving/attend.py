@@ -13,7 +13,7 @@ from sparseprefill.pages import Pages
 
 from ..session.codes import Code, Why
 from ..session.ledger import Ran
-from ..session.repeat import Repeat
+from ..session.repeat import LEFT, Repeat
 from ..session.session import Fallback, Outcome, Prefill
 from .failures import code_of, ends_engine, reason
 from .layer import Layer
@@ -21,7 +21,6 @@ from .parts import Batch, Known, Part, Repeated
 from .runtime import Runtime
 from .tally import Chunk, Served
 
-LEFT = "what a layer had come to could not be repeated in the next, which ran it anew: {error}"
 log = logging.getLogger(__name__)
 Read = Callable[[Part], tuple[Tensor, Tensor] | Pages]
 """Keys and values of a part's request: ``[1, Hkv, N, D]`` in the query's dtype, or where they stand."""
@@ -101,8 +100,8 @@ def _asked(
     stock: Stock,
     slow: bool,
 ) -> Known | None:
-    """Fill the output of parts with everything asked; what it came to for the layers after this, None where they have to
-    ask again."""
+    """Fill the output of parts with everything asked; what it came to for the layers after this, None where they have
+    to ask again."""
     waiting: list[tuple[Part, AttentionCall, Tensor]] = []
     known: Known | None = Known()
 
@@ -183,9 +182,8 @@ def _outcomes(
             if isinstance(outcome, Exception):  # before the host computes any: what failed may hold memory
                 _fail(runtime, layer, part, outcome)
         if known is not None and repeats:
-            known.add(
-                served, repeats, [part for (part, *_), one in zip(some, outcomes, strict=True) if isinstance(one, Ran)]
-            )
+            each = zip(some, outcomes, strict=True)
+            known.add(served, repeats, [part for (part, *_), one in each if isinstance(one, Ran)])
         for (part, call, out, _), outcome in zip(some, outcomes, strict=True):
             if isinstance(outcome, Exception):
                 yield part, (False, None)

@@ -1,8 +1,9 @@
 """Layers that repeat: what one layer's calls of a step came to on the device is done again for the layers after it.
 
 The first layer asks everything: the gate, the profile, each stage. What it launches then follows from sizes
-(`Pipeline.repeats`), so a host that hands its tensors over as slots gets a `Repeat` back, which launches the same for the
-next layer's tensors, and tells the record of it. Recordings are kept by sizes: the chunks of the next prompt find theirs.
+(`Pipeline.repeats`), so a host that hands its tensors over as slots gets a `Repeat` back, which launches the same for
+the next layer's tensors, and tells the record of it. Recordings are kept by sizes: the chunks of the next prompt find
+theirs.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ REACH = 1 << 16
 """Tokens behind a call's keys and the dense tail from which on it does not matter where a prompt ends."""
 ROOM = 3 << 30
 """Bytes that a call may hold while it is recorded."""
+LEFT = "what a layer had come to could not be repeated in the next, which ran it anew: {error}"
 Tell = Callable[[int, Sequence[Ran]], None]
 
 
