@@ -1,7 +1,5 @@
 """The engine with stores of keys beside its prefix cache: what requests ask for is kept apart, or refused."""
 
-
-
 from __future__ import annotations
 
 from importlib import import_module

@@ -4,12 +4,15 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from sparseprefill.adapters.serving.wishes import salt
-from sparseprefill.adapters.vllm import doors, register
+from sparseprefill.adapters.sglang import doors as sglang
+from sparseprefill.adapters.vllm import doors, register, stores
 from sparseprefill.adapters.vllm.admission import bar, install
 from sparseprefill.adapters.vllm.runtime import make_runtime
 from sparseprefill.adapters.vllm.stores import unsalted
@@ -67,6 +70,39 @@ def test_stores_that_may_mix_up_requests_are_named(given: Any, found: tuple[str,
     assert found == unsalted(SimpleNamespace(kv_transfer_config=given))
 
 
+def test_the_pages_list_what_the_code_knows() -> None:
+    """Connectors by what becomes of wishes with them, and the endpoints that carry wishes."""
+    pages = Path(__file__).parents[3] / "docs"
+    page = (pages / "vllm-operate.md").read_text(encoding="utf-8")
+    rows = [row.split(" | ") for row in section(page, "### Stores of keys").splitlines() if row.startswith("| `")]
+    for kind, names in KINDS.items():
+        found = [name for first, *_, last in rows if last.startswith(kind) for name in quoted(first)]
+        assert sorted(names) == sorted(found)
+    for text, known in ((page, doors), ((pages / "sglang.md").read_text(encoding="utf-8"), sglang)):
+        listed = quoted(section(text, "### Where it stands"))
+        whole = {path.removesuffix("/render").removesuffix("/batch") for path in known.DOORS.places}
+        assert whole <= set(listed)
+
+
+LMCACHE = "LMCacheMPConnector"
+KINDS: dict[str, list[str]] = {
+    "kept apart |": [*(name for name in stores.BY_SALT if name != LMCACHE), "--kv-offloading-size"],
+    "kept apart, if": [LMCACHE],
+    "kept apart: send": list(stores.BY_REQUEST),
+    "nothing to keep apart |": list(stores.NO_STORE),
+    "refused |": list(stores.BY_TOKENS),
+}
+
+
+def section(page: str, title: str) -> str:
+    """What stands below a heading."""
+    return page.split(f"{title}\n")[1].split("\n#")[0]
+
+
+def quoted(text: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", text)
+
+
 def started(**more: Any) -> Any:
     """As much of a VllmConfig as a runtime is made of."""
     text = SimpleNamespace(**MODEL)
@@ -102,8 +138,8 @@ def test_what_a_store_would_mix_up_is_refused_and_said_at_start(caplog: pytest.L
     core.vllm_config.attention_config.backend = None
     assert (asked, 7) == core.preprocess_add_request(asked), "no business of ours"
     caplog.clear()
-    for stores in (None, storing("Mine", "ExampleConnector")):
-        make_runtime(started(kv_transfer_config=stores), "FLASH_ATTN")
+    for chosen in (None, storing("Mine", "ExampleConnector")):
+        make_runtime(started(kv_transfer_config=chosen), "FLASH_ATTN")
     (text,) = (one.message for one in caplog.records if "known" in one.message)
     assert "sparseprefill: Mine, ExampleConnector are not known to keep apart what requests ask for: those that" in text
 
