@@ -1,4 +1,4 @@
-"""What a body of HTTP asks for where its server does not read it: refused, since the server would drop it in silence.
+"""Wishes in a body of HTTP where the server does not read them: refused, since it would drop them in silence.
 
 A server's endpoints differ in where they take a request's arguments, and most of those that were made after another
 company's interface take none. What is written elsewhere is ignored by all of them. `Guard` stands in front of them.
@@ -124,7 +124,7 @@ async def _whole(receive: Receive) -> list[MutableMapping[str, Any]]:
 
 
 def _parsed(body: bytes) -> object:
-    """What a body holds; None where that is no JSON, or asks for nothing."""
+    """The content of a body; None where that is no JSON, or asks for nothing."""
     if not SUSPECT.search(body):
         return None
     try:

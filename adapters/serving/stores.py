@@ -26,7 +26,7 @@ def objection(extra: Mapping[str, object], stores: Sequence[str], remedy: str) -
 
 
 def warning(stores: Sequence[str], remedy: str) -> str | None:
-    """What to say of such stores when a server starts, or None where there are none."""
+    """The words on such stores when a server starts, or None where there are none."""
     if not stores:
         return None
     return (
