@@ -265,7 +265,7 @@ def test_a_guard_stands_in_front_of_sglang_s_endpoints(monkeypatch: pytest.Monke
     )
     monkeypatch.delitem(sys.modules, doors.SERVER, raising=False)
     doors.watch(None, chosen)  # an engine without a server
-    monkeypatch.setitem(sys.modules, doors.SERVER, SimpleNamespace(app="the application"))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, doors.SERVER, SimpleNamespace(app="the application"))
     doors.watch(None, another)
     assert [] == put
     doors.watch(None, chosen, "port")
