@@ -11,7 +11,7 @@ from typing import Any
 
 from attrs import frozen
 
-from . import known, runtime, start
+from . import doors, known, runtime, start
 
 SRT = "sglang.srt"
 BEFORE, AFTER = "BEFORE", "AFTER"
@@ -50,6 +50,12 @@ HOOKS = (
         known.refuse,
         BEFORE,
         "requests that ask for what is not there run dense instead of being refused",
+    ),
+    Hook(
+        f"{SRT}.managers.tokenizer_manager.TokenizerManager.__init__",
+        doors.watch,
+        AFTER,
+        "what requests ask for in a place where SGLang does not read it is lost without a word",
     ),
     Hook(
         f"{SRT}.managers.scheduler.Scheduler.get_internal_state",

@@ -10,8 +10,10 @@ from __future__ import annotations
 import weakref
 from typing import Any, Protocol
 
+from ..serving import stores
 from ..serving.wishes import SWITCH, Unknown, salt, wish
 from .options import given
+from .stores import REMEDY, unsalted
 
 UNSEEN = "SGLang does not say what the request asks for"
 FIELD = "custom_params"
@@ -41,14 +43,15 @@ def meet(_: object, request: Any, *args: object, **kwargs: object) -> None:
 
 def refuse(manager: Any, one: Any, *args: object, **kwargs: object) -> None:
     """Before SGLang's ``TokenizerManager._validate_one_request``: ValueError, which SGLang answers with status 400,
-    for a request that asks for a profile that is not there, or mistypes the argument."""
+    for a request that asks for a profile that is not there, mistypes the argument, or would be mixed up with others by
+    a store of keys."""
     if not selected(manager.server_args):
         return
     params = getattr(one, "sampling_params", None)
     asked = params.get(FIELD) if isinstance(params, dict) else getattr(params, FIELD, None)
     if not isinstance(asked, dict) or not asked:
         return
-    why = given().refusal(asked)
+    why = given().refusal(asked) or stores.objection(asked, unsalted(manager.server_args), REMEDY)
     if why is not None:
         raise ValueError(why)
 

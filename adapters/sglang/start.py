@@ -5,22 +5,26 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from sparseprefill.errors import AttachError
 
+from ..serving import stores
 from ..serving.wishes import SWITCH
 from . import known
 from .options import given
 from .runtime import check_model
+from .stores import REMEDY, unsalted
 
 EAGER = ("breakable", "disabled")
 """SGLang's CUDA graphs of prefill that leave attention out."""
+log = logging.getLogger(__name__)
 
 
 def check(runner: Any, *args: object, **kwargs: object) -> None:
     """Before SGLang's ``ModelRunner.load_model``: raises what `make` would raise of options that do not fit the server,
-    or the model."""
+    or the model, and names stores with which nothing may be asked for."""
     if runner.is_draft_worker or not _named(runner.server_args):
         return
     from sglang.srt.model_executor.model_runner_components.attention_backend_setup import (
@@ -30,6 +34,9 @@ def check(runner: Any, *args: object, **kwargs: object) -> None:
     options, name = given(), resolve_attention_backend_strs(model_runner=runner).decode
     check_host(name)
     check_model(runner, options, name)
+    mixed = stores.warning(unsalted(runner.server_args), REMEDY)
+    if mixed is not None:
+        log.warning("sparseprefill: %s", mixed)
 
 
 def _named(server_args: Any) -> bool:

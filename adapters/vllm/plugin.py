@@ -10,6 +10,7 @@ import logging
 import multiprocessing
 import os
 import re
+from collections.abc import Callable
 from functools import cache
 
 from ..serving.plugins import left_out
@@ -98,23 +99,12 @@ def _missing() -> str | None:
 
 def watch_requests() -> list[str]:
     """Look at requests when they come in, and keep apart those that ask for different things; what cannot be."""
-    from .admission import install, keep_apart
-
-    try:
-        from vllm.exceptions import VLLMValidationError
-        from vllm.v1.engine.input_processor import InputProcessor
-
-        unseen = install(InputProcessor, VLLMValidationError)
-    except ImportError as error:
-        unseen = str(error)
-    try:
-        from vllm.v1.request import Request
-
-        shared = keep_apart(Request)
-    except ImportError as error:
-        shared = str(error)
-    found = {"requests that ask for what is not there run dense instead of being refused": unseen}
-    found["the prefix cache cannot tell apart what requests ask for"] = shared
+    found = {
+        "requests that ask for what is not there run dense instead of being refused": _watched(_install),
+        "what requests ask for in a place where vLLM does not read it is lost without a word": _watched(_stand_guard),
+        "the prefix cache cannot tell apart what requests ask for": _watched(_keep_apart),
+        "stores beside the prefix cache may mix up what requests ask for": _watched(_bar),
+    }
     return [f"{what}: {why}" for what, why in found.items() if why]
 
 
@@ -129,6 +119,46 @@ def watch_starts() -> list[str]:
     except ImportError as error:
         why = str(error)
     return [f"options are not read where the model has no layer for the backend: {why}"] if why else []
+
+
+def _watched(begin: Callable[[], str | None]) -> str | None:
+    try:
+        return begin()
+    except ImportError as error:
+        return str(error)
+
+
+def _install() -> str | None:
+    from vllm.exceptions import VLLMValidationError
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    from .admission import install
+
+    return install(InputProcessor, VLLMValidationError)
+
+
+def _stand_guard() -> str | None:
+    from vllm import plugins
+
+    from .doors import watch
+
+    return watch(plugins)
+
+
+def _keep_apart() -> str | None:
+    from vllm.v1.request import Request
+
+    from .admission import keep_apart
+
+    return keep_apart(Request)
+
+
+def _bar() -> str | None:
+    from vllm.v1.engine.core import EngineCore
+
+    from .admission import bar
+
+    return bar(EngineCore)
 
 
 def objection(version: str) -> str | None:

@@ -17,13 +17,14 @@ from attrs import define, field
 from sparseprefill.errors import AttachError
 from sparseprefill.route import Route, gated
 
-from ..serving import runtime
+from ..serving import runtime, stores
 from ..serving.model import Model, model_of
 from ..serving.options import Options
 from ..serving.summary import SECONDS, show
 from ..serving.tally import Owner
 from .names import Names, drafting
 from .options import check_chunk, check_grain, check_unread, parse
+from .stores import REMEDY, unsalted
 
 NAME = "CUSTOM"
 LATENT_FLAG = f"--attention-config.mla_prefill_backend {NAME}"
@@ -135,6 +136,9 @@ def make_runtime(config: Any, attention: str) -> Runtime:
     made = Runtime.made(options, model, _owner(config))
     for source, served in zip(options.sources, made.every, strict=True):
         check_grain(options.chunk, served.session.route, source.at)
+    mixed = stores.warning(unsalted(config), REMEDY)
+    if mixed is not None:
+        log.warning("sparseprefill: %s", mixed)
     return made
 
 

@@ -59,7 +59,7 @@ def _path(given: Any) -> str:
 
 def _checking(making: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(making)
-    def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         check(vllm_config)
         making(self, vllm_config, *args, **kwargs)
 

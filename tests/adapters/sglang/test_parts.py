@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from sparseprefill.adapters.sglang import known, plugin
+from sparseprefill.adapters.sglang import doors, known, plugin
 from sparseprefill.adapters.sglang.backend import make
 from sparseprefill.adapters.sglang.hooks import HOOKS, REQUESTS, missing
 from sparseprefill.adapters.sglang.narrow import Rows
@@ -23,6 +23,7 @@ from sparseprefill.adapters.sglang.options import VARIABLE, given
 from sparseprefill.adapters.sglang.pages import pages_of, scale_of, table_of
 from sparseprefill.adapters.sglang.runtime import check_model, make_runtime
 from sparseprefill.adapters.sglang.start import check
+from sparseprefill.adapters.sglang.stores import unsalted
 
 import sparseprefill as sp
 from sparseprefill.errors import AttachError
@@ -111,7 +112,8 @@ class Host:
             path, name, method = hook.target.rsplit(".", 2)
             plain = lambda *_: None  # noqa: E731
             made = plain if hook.target in without else hooked(plain, hook.call, of_another=True)
-            fakes[path] = {name: type(name, (), {method: made})}
+            fakes.setdefault(path, {}).setdefault(name, type(name, (), {}))
+            setattr(fakes[path][name], method, made)
         packages = {path.rsplit(".", n)[0] for path in fakes for n in range(1, path.count(".") + 1)}
         for path, content in [*((one, {}) for one in packages if one not in fakes), *fakes.items()]:
             module: Any = ModuleType(path)
@@ -233,6 +235,67 @@ def test_where_the_backend_is_not_selected_requests_stay_as_they_are(monkeypatch
     assert None is known.find("a")
 
 
+SELECTED = {"prefill_attention_backend": "sparseprefill"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "found"),
+    [
+        ({}, ()),
+        ({"hicache_storage_backend": "dynamic", "enable_hierarchical_cache": True}, ()),
+        ({"enable_lmcache": True}, ()),
+        ({"enable_flexkv": True}, ("--enable-flexkv",)),
+        ({"radix_cache_backend": "flexkv", "enable_flexkv": True}, ("--radix-cache-backend flexkv",)),
+        ({"radix_cache_backend": "mine"}, ("--radix-cache-backend mine",)),
+        (
+            {"enable_unified_cache_external_linker": True, "unified_cache_external_linker_backend": "dynamic"},
+            ("--unified-cache-external-linker-backend dynamic",),
+        ),
+        ({"enable_unified_cache_external_linker": True, "unified_cache_external_linker_backend": "mooncake"}, ()),
+        ({"unified_cache_external_linker_backend": "dynamic"}, ()),
+    ],
+)
+def test_what_a_store_would_mix_up_is_refused_and_said_at_start(
+    flags: dict[str, Any], found: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    Host(monkeypatch)
+    args: Any = SimpleNamespace(**SELECTED, model_path="m", **flags)
+    assert found == unsalted(args)
+    manager: Any = SimpleNamespace(server_args=args)
+    for asked, said in (({"sparseprefill": "off"}, "'off'"), ({"sparseprefill": "quick"}, "'quick'"), ({"x": 1}, "")):
+        one: Any = SimpleNamespace(sampling_params={"custom_params": asked})
+        monkeypatch.setenv(VARIABLE, '{"method": "streaming", "profiles": {"quick": {"method": "streaming"}}}')
+        if not (found and said):
+            known.refuse(manager, one, [1])
+            continue
+        with pytest.raises(ValueError, match=f"sparseprefill is {said}, but {found[0]} is not known to keep apart"):
+            known.refuse(manager, one, [1])
+    text = SimpleNamespace(**MODEL)
+    model = SimpleNamespace(hf_config=text, hf_text_config=text, model_path="m")
+    check(
+        SimpleNamespace(
+            use_mla_backend=False, model_config=model, decoding="fa3", server_args=args, is_draft_worker=False
+        )
+    )
+    warned = [one.message for one in caplog.records if "not known to keep apart" in one.message]
+    assert [f"sparseprefill: {one} is" for one in found] == [one.split(" not known")[0] for one in warned]
+
+
+def test_a_guard_stands_in_front_of_sglang_s_endpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    put: list[Any] = []
+    monkeypatch.setattr(doors, "guard", lambda app, doors: put.append((app, doors({}))))
+    chosen, another = (
+        SimpleNamespace(server_args=SimpleNamespace(attention_backend=n)) for n in ("sparseprefill", "x")
+    )
+    monkeypatch.delitem(sys.modules, doors.SERVER, raising=False)
+    doors.watch(None, chosen)  # an engine without a server
+    monkeypatch.setitem(sys.modules, doors.SERVER, SimpleNamespace(app="the application"))
+    doors.watch(None, another)
+    assert [] == put
+    doors.watch(None, chosen, "port")
+    assert [("the application", doors.DOORS)] == put
+
+
 @pytest.mark.parametrize("page", [1, 16])
 def test_pages_are_views_of_the_pool(page: int) -> None:
     k, v = torch.randn(2, 128 + page, 2, 8)
@@ -328,6 +391,7 @@ def test_registration(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapture
     assert {"sparseprefill"} == set(host.backends)
     assert {
         "sglang.srt.managers.schedule_batch.Req.__init__": "after",
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.__init__": "after",
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request": "before",
         "sglang.srt.managers.scheduler.Scheduler.get_internal_state": "after",
         "sglang.srt.model_executor.model_runner.ModelRunner.load_model": "before",

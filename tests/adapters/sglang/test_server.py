@@ -140,6 +140,42 @@ def test_what_is_not_there_gets_status_400(server: Server, asked: dict[str, str]
     assert 200 == server.complete()[0]
 
 
+TALK = {"model": "tiny", "max_tokens": 2, "messages": [{"role": "user", "content": "w5 " * 200}]}
+ROWS = {"input_ids": prompt(300), "sampling_params": {"max_new_tokens": 2}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/responses", {"model": "tiny", "input": "w5 " * 200, "max_output_tokens": 2}),
+        ("/v1/messages", TALK),
+        ("/v1/chat/completions", TALK),
+        ("/v1/completions", {"model": "tiny", "prompt": prompt(300), "max_tokens": 2}),
+        ("/generate", ROWS),
+    ],
+)
+def test_what_is_asked_for_where_nobody_reads_it_gets_status_400(
+    server: Server, path: str, body: dict[str, Any]
+) -> None:
+    off = {"sparseprefill": "off"}
+    wrong: list[dict[str, Any]] = [off, {"sparsprefill": "off"}, {"vllm_xargs": off}]
+    if path in ("/v1/responses", "/v1/messages", "/generate"):
+        wrong += [{"custom_params": off}, {"custom_params": {"sparseprefill": "fast"}}]
+    for one in wrong:
+        status, answer = server.post(path, **body, **one)
+        assert 400 == status, answer
+        assert f"which {path} does not read there" in json.loads(answer)["error"]["message"]
+
+
+def test_sglang_s_own_endpoint_reads_it_among_the_sampling_parameters(server: Server) -> None:
+    asked: dict[str, Any] = {**ROWS["sampling_params"], "custom_params": {"sparseprefill": "off"}}  # type: ignore[dict-item]
+    assert 200 == server.post("/generate", **{**ROWS, "sampling_params": asked})[0]
+    asked["custom_params"] = {"sparseprefill": "fast"}
+    status, answer = server.post("/generate", **{**ROWS, "sampling_params": asked})
+    assert 400 == status
+    assert "is not a profile of this engine" in answer
+
+
 def test_report_metrics_and_log(server: Server) -> None:
     server.complete(prompt=prompt(700, seed=4))
     server.complete(prompt=prompt(500, seed=4), custom_params={"sparseprefill": "off"})

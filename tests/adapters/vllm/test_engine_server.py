@@ -37,6 +37,7 @@ SPARSE = {
         "wide": {"method": "streaming", "gate": False, "parameters": {"sink": 32, "window": 256, "block": 32}},
     },
 }
+TEMPLATE = "{% for one in messages %}{{ one.content }}{% endfor %}"
 
 
 class Server:
@@ -87,6 +88,7 @@ def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
         *("--kv-cache-memory-bytes", str(64 << 20)),
         *("--additional-config", json.dumps({"sparseprefill": SPARSE})),
         *("--worker-extension-cls", "sparseprefill.adapters.vllm.worker.ReportExtension"),
+        "--trust-request-chat-template",
     ]
     variables = engine.environment(**getattr(request, "param", more))
     log = tmp_path / "log.txt"
@@ -107,10 +109,7 @@ def test_a_completion_with_the_plugin_on(server: Server) -> None:
     answer = json.loads(server.text("/v1/completions", body))
     assert 4 == answer["usage"]["completion_tokens"]
     said = refused(server, {**body, "vllm_xargs": {"sparseprefill": "quick"}})
-    assert (
-        "sparseprefill is 'quick', which is not a profile of this engine. Known: all, off, wide"
-        in said["error"]["message"]
-    )
+    assert "sparseprefill is 'quick', which is not a profile of this engine. Known: all, off, wide" in said
     for name in ("off", "all", "wide"):
         answer = json.loads(server.text("/v1/completions", {**body, "vllm_xargs": {"sparseprefill": name}}))
         assert 4 == answer["usage"]["completion_tokens"]
@@ -150,11 +149,36 @@ def test_a_completion_with_the_plugin_on(server: Server) -> None:
 def test_what_a_server_was_not_started_with_is_said(server: Server) -> None:
     body = {"model": "tiny", "prompt": models.prompt(300), "max_tokens": 2, "temperature": 0}
     server.text("/v1/completions", body)
+    check_doors(server, body)
     assert "sparseprefill:" not in server.text("/metrics")
     assert "set PROMETHEUS_MULTIPROC_DIR to an empty folder before it starts" in server.log.read_text()
     told = invoke("vllm-report", server.url)
     assert 1 == told.exit_code
     assert "start the server with VLLM_PLUGINS=sparseprefill" in told.stderr
+
+
+def check_doors(server: Server, body: dict[str, Any]) -> None:
+    """What is asked for is carried by these endpoints, and refused where they do not read it."""
+    prompt, off = body["prompt"], {"sparseprefill": "off"}
+    plain = {"model": "tiny", "max_tokens": 2, "temperature": 0}
+    talk = {**plain, "messages": [{"role": "user", "content": "w5 " * 200}]}
+    doors: dict[str, dict[str, Any]] = {
+        "/v1/completions": {**plain, "prompt": prompt},
+        "/v1/messages": talk,
+        "/v1/chat/completions": {**talk, "chat_template": TEMPLATE},
+        "/inference/v1/generate": {"token_ids": prompt, "sampling_params": {"max_tokens": 2}},
+    }
+    for path, given in doors.items():
+        for wrong in (off, {"custom_params": off}, {"sparsprefill": "off"}):
+            assert f"which {path} does not read there: pass it as" in refused(server, {**given, **wrong}, path)
+    unknown = {"vllm_xargs": {"sparseprefill": "quick"}}
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        assert "which is not a profile of this engine" in refused(server, {**doors[path], **unknown}, path)
+    assert "drops where use_beam_search is True" in refused(
+        server, {**doors["/v1/completions"], "vllm_xargs": off, "use_beam_search": True}
+    )
+    assert "leave it out, or ask /v1/completions" in refused(server, {**talk, "vllm_xargs": off}, "/generative_scoring")
+    assert json.loads(server.text("/tokenize", {"model": "tiny", "prompt": "w5 w6", **off}))["tokens"]
 
 
 def value(metrics: str, series: str, **labels: str) -> float:
@@ -163,13 +187,13 @@ def value(metrics: str, series: str, **labels: str) -> float:
     return sum(float(x) for have, x in lines if all(f'{name}="{text}"' in have for name, text in labels.items()))
 
 
-def refused(server: Server, body: dict[str, Any]) -> Any:
+def refused(server: Server, body: dict[str, Any], path: str = "/v1/completions") -> str:
     """What a server says to a request that it does not take."""
     with pytest.raises(urllib.error.HTTPError) as caught:
-        server.text("/v1/completions", body)
+        server.text(path, body)
     with caught.value as answer:
         assert 400 == answer.code
-        return json.loads(answer.read())
+        return str(json.loads(answer.read())["error"]["message"])
 
 
 def children(parent: int) -> list[int]:

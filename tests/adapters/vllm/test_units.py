@@ -431,15 +431,17 @@ class Registry:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
         self.given: dict[str, str] = {}
+        self.plugins: Any = SimpleNamespace(load_endpoint_plugins=lambda *_: ["another's"])
         members = SimpleNamespace(CUSTOM="CUSTOM", CPU_ATTN="CPU_ATTN", __members__={})
         registry = SimpleNamespace(AttentionBackendEnum=members, register_backend=self.given.__setitem__)
         modules = {
-            "vllm": SimpleNamespace(__version__=version),
+            "vllm": SimpleNamespace(__version__=version, plugins=self.plugins),
             "vllm.v1.attention.backends.registry": registry,
             "vllm.platforms": SimpleNamespace(current_platform=SimpleNamespace(is_cpu=lambda: True)),
             "vllm.exceptions": SimpleNamespace(VLLMValidationError=RuntimeError),
             "vllm.v1.engine.input_processor": SimpleNamespace(InputProcessor=type("InputProcessor", (Taker,), {})),
             "vllm.v1.request": SimpleNamespace(Request=type("Request", (Made,), {})),
+            "vllm.v1.engine.core": SimpleNamespace(EngineCore=type("EngineCore", (Core,), {})),
         }
         for name in ("vllm.v1", "vllm.v1.engine", "vllm.v1.attention", "vllm.v1.attention.backends"):
             modules[name] = SimpleNamespace()
@@ -469,6 +471,13 @@ class Made:
     @classmethod
     def from_engine_core_request(cls, request: Any, block_hasher: object) -> Made:
         return cls(request.cache_salt, block_hasher)
+
+
+class Core(Taker):
+    """In the place of vLLM's EngineCore."""
+
+    def preprocess_add_request(self, request: Any) -> Any:
+        return request, 7
 
 
 @pytest.mark.parametrize(
@@ -533,12 +542,16 @@ def test_versions_that_were_tried_are_taken_without_a_word(
 def test_a_vllm_that_takes_requests_otherwise_is_said_to(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    Registry(monkeypatch, "0.32.0")
+    there = Registry(monkeypatch, "0.32.0")
+    del there.plugins.load_endpoint_plugins
     monkeypatch.delattr(Taker, "process_inputs")
     monkeypatch.delattr(Made, "from_engine_core_request")
+    monkeypatch.delattr(Core, "preprocess_add_request")
     with caplog.at_level(logging.WARNING):
         register()
-    unseen, shared = (one.message for one in caplog.records)
+    unseen, unread, shared, mixed = (one.message for one in caplog.records)
+    assert "is lost without a word: this vLLM has no load_endpoint_plugins" in unread
+    assert "may mix up what requests ask for: this vLLM does not take requests through EngineCore.prep" in mixed
     assert "run dense instead of being refused: this vLLM does not take requests through" in unseen
     assert "cannot tell apart what requests ask for: this vLLM does not make requests by Request.from_engine" in shared
 
