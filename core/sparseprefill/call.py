@@ -97,6 +97,17 @@ class AttentionCall:
         """Values ``[B, Hkv, Nkv, Dv]``; of pages a copy, made once."""
         return self._v.values() if isinstance(self._v, Pages) else self._v
 
+    @cached_property
+    def versioned(self) -> tuple[tuple[str, Tensor], ...]:
+        """The tensors that nobody but their owner may write to, by name, as far as torch counts what is written.
+
+        Not those that were made in inference mode, and not pages: the cache belongs to the host, which goes on with it.
+        """
+        paged = isinstance(self._k, Pages)
+        given = {"q": self.q, "k": None if paged else self._k, "v": None if paged else self._v, "sinks": self.sinks}
+        given |= {"starts": self.starts, "lengths": self.lengths, "prompt_lengths": self.prompt_lengths}
+        return tuple((f"call.{name}", x) for name, x in given.items() if isinstance(x, Tensor) and not x.is_inference())
+
     @property
     def recorded(self) -> bool:
         """True if gradients are recorded of what the call holds."""

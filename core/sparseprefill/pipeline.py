@@ -12,8 +12,9 @@ from attrs.validators import deep_iterable, optional
 from torch import Tensor
 
 from sparseprefill.call import AttentionCall, check_call
-from sparseprefill.errors import ParameterError, UnsupportedCallError, printed
+from sparseprefill.errors import ParameterError, StageError, UnsupportedCallError, printed
 from sparseprefill.executors.auto import AutoExecutor
+from sparseprefill.handover import keyless
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.memory import KEPT_BYTES, Memory
 from sparseprefill.parts.split import Part, Recorder, parts
@@ -370,6 +371,8 @@ class Pipeline(Runner):
         return self._finish(planned, self.executing.execute(call, planned.plan))
 
     def _finish(self, planned: Planned, computed: Result) -> Result:
+        if lost := keyless(planned.call, planned.plan, computed):
+            raise StageError(f"{self.name}: {', '.join(stage.name for stage in self._planning)} left {lost}")
         result = computed
         for corrector in self._correcting:
             result = corrector.correct(planned.call, planned.plan, result, planned.memory)

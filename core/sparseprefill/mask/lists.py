@@ -59,6 +59,10 @@ class IndexLists:
         if self.counts.dim() != 3 or self.counts.shape != self.offsets.shape or self.indices.dim() != 1:
             shapes = tuple(tuple(getattr(self, name).shape) for name, _ in wanted)
             raise MaskError(f"IndexLists shapes are {shapes}: pass counts and offsets [B, H, R] and indices [L]")
+        device = self.counts.device
+        for name, x in (("offsets", self.offsets), ("indices", self.indices)):
+            if x.device != device:
+                raise MaskError(f"IndexLists.{name} is on {x.device}: move it to the device of counts, {device}")
 
     @property
     def nbytes(self) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparseprefill.errors import MaskError, printed
 from sparseprefill.mask import count
-from sparseprefill.mask.geometry import Geometry, by_block, kept_by_sizes, regrid, rows_around
+from sparseprefill.mask.geometry import Geometry, by_block, kept_by_sizes, regrid, rows_around, same_device
 from sparseprefill.mask.lists import Blocks, IndexLists, readable
 from sparseprefill.mask.tile_map import Rows, TileMap, rows_map
 from sparseprefill.pages import odd_layout
@@ -81,6 +81,9 @@ class SparseMask:
             found = lists.shape if isinstance(lists, TileMap) else tuple(lists.counts.shape)
             if found != wanted:
                 raise MaskError(f"SparseMask.{name} has lists {found}: the call needs [B, Hq, rows] = {wanted}")
+            if isinstance(lists, IndexLists) and not same_device(lists.counts.device, self.geometry.device):
+                remedy = f"move them to the call's device {self.geometry.device}"
+                raise MaskError(f"SparseMask.{name} has lists on {lists.counts.device}: {remedy}")
 
     @property
     def tiles(self) -> IndexLists | None:
@@ -175,7 +178,7 @@ class SparseMask:
         may see are left out. The map is read when the mask is used: nobody may write to it after this.
         """
         geometry, (tile_q, tile_k) = _geometry(call), _pair(tile)
-        keep = _broadcast(keep, geometry.map_shape(tile_q, tile_k), "query tiles, key tiles")
+        keep = _broadcast(keep, geometry, (tile_q, tile_k), "query tiles, key tiles")
         return cls.from_rules(geometry, (tile_q, tile_k), keep=keep, band=0 if diagonal else None)
 
     @classmethod
@@ -204,8 +207,7 @@ class SparseMask:
         geometry, (tile_q, tile_k) = _geometry(call), _pair(tile)
         for name, size in (("group", group), ("stripe_width", width)):
             _check_size(name, size)
-        shape = geometry.map_shape(tile_q * group, width)
-        lists = IndexLists.from_map(_broadcast(keep, shape, "groups, key columns"))
+        lists = IndexLists.from_map(_broadcast(keep, geometry, (tile_q * group, width), "groups, key columns"))
         mask = cls(geometry, tile_q, tile_k, None, group, lists, stripe_width=width)
         if not diagonal:
             return mask
@@ -533,11 +535,14 @@ def _pair(tile: int | tuple[int, int], name: str = "tile") -> tuple[int, int]:
     return pair[0], pair[1]
 
 
-def _broadcast(keep: Tensor, shape: tuple[int, int, int, int], axes: str) -> Tensor:
+def _broadcast(keep: Tensor, geometry: Geometry, grid: tuple[int, int], axes: str) -> Tensor:
     if not isinstance(keep, Tensor):
         raise MaskError(f"keep is {type(keep).__name__}: pass a bool tensor")
     if keep.dtype != torch.bool or keep.is_nested or keep.layout != torch.strided:
         raise MaskError(f"keep is {odd_layout(keep) or keep.dtype}: pass a bool tensor")
+    if not same_device(keep.device, geometry.device):
+        raise MaskError(f"keep is on {keep.device}: move it to the call's device {geometry.device}")
+    shape = geometry.map_shape(*grid)
     try:
         return keep.expand(shape)
     except RuntimeError:

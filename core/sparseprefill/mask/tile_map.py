@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sparseprefill import kernels
 from sparseprefill.errors import MaskError, printed
-from sparseprefill.mask.geometry import Geometry, kept_by_sizes, reachable_map, regrid
+from sparseprefill.mask.geometry import Geometry, kept_by_sizes, reachable_map, regrid, same_device
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.validate import WIDEST
 
@@ -149,11 +149,6 @@ RULES: tuple[tuple[str, object, Callable[[Any], bool], str], ...] = (
 """Fields of a `TileMap`, their defaults, what fits, and what to pass."""
 
 
-def _same(one: torch.device, other: torch.device) -> bool:
-    """True where these are one device; "cuda" without a number may be any of them."""
-    return one.type == other.type and (one.index == other.index or None in (one.index, other.index))
-
-
 @frozen(eq=False, kw_only=True)
 class TileMap:
     """The tiles that a map or any rule keeps, of those that causality and window let a row of theirs see.
@@ -184,7 +179,7 @@ class TileMap:
             if value is not usual and not fits(value):
                 raise MaskError(f"TileMap.{name} is {printed(value)}: pass {remedy}")
         if isinstance(self.dense, Tensor) and (
-            self.dense.shape[0] != self.geometry.batch or not _same(self.dense.device, self.geometry.device)
+            self.dense.shape[0] != self.geometry.batch or not same_device(self.dense.device, self.geometry.device)
         ):
             remedy = f"pass one range for each of {self.geometry.batch} batch rows, on {self.geometry.device}"
             raise MaskError(f"TileMap.dense is {printed(self.dense)} on {self.dense.device}: {remedy}")
@@ -194,6 +189,10 @@ class TileMap:
         (batch, heads, rows, columns), shape = wanted, tuple(self.keep.shape)
         if len(shape) != 4 or (shape[0], *shape[2:]) != (batch, rows, columns) or heads % shape[1]:
             raise MaskError(f"TileMap.keep has shape {shape}: pass [{batch}, {heads} or a divisor, {rows}, {columns}]")
+        if not same_device(self.keep.device, self.geometry.device):
+            raise MaskError(
+                f"TileMap.keep is on {self.keep.device}: move it to the call's device {self.geometry.device}"
+            )
         if self.keep.stride(1) == 0:  # heads that are views of one
             object.__setattr__(self, "keep", self.keep[:, :1])
 
