@@ -14,6 +14,7 @@ from torch import Tensor
 from sparseprefill.errors import InvalidCallError, ParameterError, nearest, printed
 from sparseprefill.mask.geometry import Geometry
 from sparseprefill.pages import DTYPES, LONGEST, Pages, check_index, odd_layout
+from sparseprefill.validate import LARGEST, is_whole
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -59,6 +60,9 @@ class AttentionCall:
     softcap: float | None = field(default=None, kw_only=True)
     sinks: Tensor | None = field(default=None, kw_only=True)
     first_head: int = field(default=0, kw_only=True)
+
+    def __attrs_pre_init__(self) -> None:
+        between_graphs()
 
     def __attrs_post_init__(self) -> None:
         _check_tensors(self.q, self._k, self._v)
@@ -167,6 +171,13 @@ class AttentionCall:
         batch, heads, q_len = self.q.shape[:3]
         window = None if self.window is None or self.window >= LONGEST else self.window
         return Geometry(batch, heads, q_len, self.kv_len, offset, self.q.device, self.starts, self.lengths, window)
+
+
+def between_graphs() -> None:
+    """Lets torch.compile break its graph where an object is made that it cannot trace: what is raised while it traces
+    is no error to it, and the object is made when the code runs."""
+    if torch.compiler.is_dynamo_compiling():
+        raise RuntimeError("made between graphs")
 
 
 @cache
@@ -303,10 +314,10 @@ def _check_numbers(call: AttentionCall) -> None:
             raise InvalidCallError(name, printed(value), remedy)
     if call.window is not None and not (_is_int(call.window) and call.window >= 1):
         raise InvalidCallError("window", printed(call.window), "pass a positive number of keys, or None")
-    if not _is_int(call.layer):
-        raise InvalidCallError("layer", printed(call.layer), "pass an integer")
-    if not _is_int(call.first_head) or call.first_head < 0:
-        raise InvalidCallError("first_head", printed(call.first_head), "pass an integer >= 0")
+    if not is_whole(call.layer, -LARGEST, LARGEST):
+        raise InvalidCallError("layer", printed(call.layer), "pass an integer, the index of the layer, below 2^31")
+    if not is_whole(call.first_head, 0, LARGEST):
+        raise InvalidCallError("first_head", printed(call.first_head), "pass an integer from 0, below 2^31")
     if call.sinks is not None:
         heads = call.q.shape[1]
         remedy = f"pass one logit per query head, shape ({heads},), in float16, bfloat16, float32 or float64"

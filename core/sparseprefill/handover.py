@@ -118,17 +118,15 @@ def _check_disjoint(mask: SparseMask, region: SparseMask) -> None:
 def _check_sums(call: AttentionCall, carry: Carry) -> None:
     """MaskError for a carry whose log-sum-exp in a few rows is not that of the call over the carry's region."""
     index, real = spread_rows(call, ROWS)
-    far = torch.zeros((), dtype=torch.bool)
     for batch in range(index.shape[0]):
         keep = carry.region.to_dense(index[batch])[batch]
-        logits = Logits(call, index, real).at(slice(0, call.kv_len))[batch]
+        logits = Logits(call, index, real).of(slice(0, call.kv_len))[batch]
         wanted = torch.where(keep, logits, -torch.inf).logsumexp(-1)
         found = (carry.state.m + carry.state.l.log())[batch, :, index[batch]]
         known = real[batch] & ~(wanted.isnan() | found.isnan() | wanted.isposinf() | found.isposinf())
-        far = far | (known & (wanted != found) & ~((wanted - found).abs() <= FAR + wanted.abs() / 256)).any()
-    if bool(far):
-        remedy = "its sums are not those of this call's queries and keys; make it afresh for each call"
-        raise MaskError(f"Plan.carry.state is of another call, or of another region: {remedy}")
+        if bool((known & (wanted != found) & ~((wanted - found).abs() <= FAR + wanted.abs() / 256)).any()):
+            remedy = "its sums are not those of this call's queries and keys; make it afresh for each call"
+            raise MaskError(f"Plan.carry.state is of another call, or of another region: {remedy}")
 
 
 def check_result(call: AttentionCall, plan: Plan, result: Result) -> str:
@@ -185,13 +183,21 @@ def _at(x: object) -> str:
 
 
 def keyless(call: AttentionCall, plan: Plan, result: Result) -> str:
-    """What a plan left, where that is a query row without a key: its log-sum-exp shows it. Looked at on a CPU alone."""
+    """What the makers of a plan left, where a query row has no key, which its log-sum-exp shows; empty elsewhere.
+
+    Looked at on a CPU alone.
+    """
     if not readable(result.lse.device):
         return ""
     empty = result.lse.isneginf()
     if not bool(empty.any()):
         return ""
     empty &= call.geometry.real_queries()[:, None]
+    try:
+        for mask in plan.masks:
+            mask.check()
+    except MaskError as error:  # lists of which their maker said that they are sound
+        return f"lists that are none: {error}"
     for some in empty.any(0).any(0).nonzero()[:, 0].split(SHOWN):
         held = reduce(or_, (mask.to_dense(some).any(-1) for mask in plan.masks))
         lost = (empty[:, :, some] & ~held).nonzero()

@@ -411,7 +411,9 @@ def planned_by(stages: Sequence[Stage], call: AttentionCall, memory: Memory) -> 
         try:
             after = refiner.refine(call, plan, memory)
         except ScoresError as error:
-            raise StageError(f"{left_by.place}.{verb}() left scores that cannot be read: {error}") from error
+            cause = error.__cause__
+            kind = type(cause) if isinstance(cause, MaskError | ParameterError) else StageError
+            raise kind(f"{left_by.place}.{verb}() left scores that cannot be read: {error}") from error
         if after.priority is not plan.priority:
             left_by, verb = refiner, "refine"
         plan = after

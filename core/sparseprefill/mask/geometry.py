@@ -133,7 +133,7 @@ class Geometry:
         return alike and self.same_sizes(other)
 
     def describe(self) -> str:
-        """Short text for error messages; values of padding are shown where they are on the CPU, the device elsewhere."""
+        """Short text for error messages; with values of padding on the CPU, and the name of any other device."""
         sizes = f"B={self.batch}, Hq={self.heads}, Nq={self.q_len}, Nkv={self.kv_len}, q_offset={self.q_offset}"
         sizes += "" if self.window is None else f", window={self.window}"
         padding = _described("starts", self.starts) + _described("lengths", self.lengths)

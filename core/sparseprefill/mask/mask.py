@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 LARGEST = 1 << 31
 """No tile, group or picture reaches it."""
+MOST_CELLS = 4096
+"""Cells of a picture along a side: a head then takes 64 MB."""
 SHADED = 16
 """Query rows that stand for a cell of a picture."""
 
@@ -390,10 +392,11 @@ class SparseMask:
     def shade(self, cells: int = 64) -> Tensor:
         """float32 ``[B, Hq, cells, cells]``: share of the allowed pairs selected in each cell; NaN where none is.
 
-        Exact for short calls; of more than 32 query rows a cell, about 16, evenly spaced, stand for it.
+        Exact for short calls; of more than 32 query rows a cell, about 16, evenly spaced, stand for it. cells: up to
+        4096; MaskError for another number.
         """
-        if not _is_size(cells):
-            raise MaskError(f"cells is {printed(cells)}: pass a positive number of cells, below 2^31")
+        if not _is_size(cells) or cells > MOST_CELLS:
+            raise MaskError(f"cells is {printed(cells)}: pass a number of cells from 1 to {MOST_CELLS}")
         g = self.geometry
         selected, allowed = (
             torch.zeros(g.batch, heads, cells, cells, dtype=torch.float32, device=g.device) for heads in (g.heads, 1)

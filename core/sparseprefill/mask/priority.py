@@ -16,10 +16,8 @@ from sparseprefill.call import AttentionCall
 from sparseprefill.errors import MaskError, ParameterError, ScoresError, SparsePrefillError, printed, told
 from sparseprefill.mask.geometry import by_block, reachable_map, regrid, rows_around, same_device
 from sparseprefill.pages import odd_layout
-from sparseprefill.validate import is_whole
+from sparseprefill.validate import LARGEST, is_whole
 
-LARGEST = (1 << 31) - 1
-"""Tokens of a tile, or of a group of query rows."""
 ENTRIES = 1 << 25
 """Scores of columns in memory at once, where one list of them does not need more."""
 

@@ -19,7 +19,7 @@ from sparseprefill import kernels
 from sparseprefill.errors import MaskError, printed
 from sparseprefill.mask.geometry import Geometry, kept_by_sizes, reachable_map, regrid, same_device
 from sparseprefill.mask.lists import IndexLists
-from sparseprefill.validate import WIDEST
+from sparseprefill.validate import LARGEST, WIDEST
 
 if TYPE_CHECKING:
     from sparseprefill.kernels.lists.maps import Rules
@@ -144,7 +144,7 @@ RULES: tuple[tuple[str, object, Callable[[Any], bool], str], ...] = (
     ("dense", None, _is_rows, "two numbers of query tiles, (first, behind), int32 [B, 2], or None"),
     ("stride", None, _is_stride, "a Stride(every from 1, state from 0 to 2^32 - 1), or None"),
     ("random", None, _is_random, "a Random(bound 1 to 2^32, state from 0 to 2^32 - 1), or None"),
-    ("first_head", 0, _is_count, "the number of a head, an integer from 0"),
+    ("first_head", 0, lambda x: _is_count(x, 0, LARGEST), "the number of a head, an integer from 0, below 2^31"),
 )
 """Fields of a `TileMap`, their defaults, what fits, and what to pass."""
 

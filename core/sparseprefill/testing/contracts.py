@@ -69,6 +69,7 @@ LAWS: Mapping[str, Callable[[Trial], None]] = {
     "chunk invariance at the grain": laws.chunk_invariant,
     "parts by heads == whole": laws.parts_equal_the_whole,
     "memory is read only": laws.memory_is_read_only,
+    "what is given stays as it is": laws.nothing_is_written,
     "the tail sees every key": laws.tail_is_dense,
 }
 """Laws that every method keeps, by name; the functions say what each law holds."""
