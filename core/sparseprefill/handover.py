@@ -203,7 +203,7 @@ def keyless(call: AttentionCall, plan: Plan, result: Result) -> str:
         lost = (empty[:, :, some] & ~held).nonzero()
         if len(lost):
             batch, head, row = lost[0].tolist()
-            shown = f"batch row {batch}, head {head}, query row {int(some[row])} is the first"
+            shown = f"batch row {batch}, head {head + call.first_head}, query row {int(some[row])} is the first"
             remedy = "every row must keep one, such as its own: keep the diagonal, as `SparseMask.from_tiles` does"
             return f"query rows without a key, so that their LSE is -inf ({shown}): {remedy}"
     return ""

@@ -147,7 +147,7 @@ class Runner(ABC):
     ) -> Tensor:
         """Attention output ``[B, Hq, Nq, Dv]``; `options` are AttentionCall's other fields.
 
-        Under torch.compile it runs between graphs; where one graph has to hold everything, torch says why that cannot be.
+        Under torch.compile it runs between graphs; where one graph has to hold all, torch says why not.
         """
         given = {"scale": scale, "q_offset": q_offset, "layer": layer, **options}
         if torch.compiler.is_dynamo_compiling():

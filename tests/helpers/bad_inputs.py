@@ -175,6 +175,8 @@ def masks() -> Iterator[Bad]:
         "from_stripes": lambda tile: sp.SparseMask.from_stripes(CALL, keep, 1, tile),
         "from_rules": lambda tile: sp.SparseMask.from_rules(CALL, tile, sink=1),
     }
+    for cells in (4097, 10**9):
+        yield Bad(f"mask.picture(cells={cells})", "cells", partial(mask.picture, cells=cells))
     for verb, made in tiles.items():
         for name, value in strange():
             yield Bad(f"SparseMask.{verb}(tile={name})", "tile", partial(made, value))
@@ -187,6 +189,7 @@ def masks() -> Iterator[Bad]:
         stripes = partial(sp.SparseMask.from_stripes, CALL, keep, 1, 8)
         yield Bad(f"SparseMask.from_stripes(width={name})", "stripe_width", partial(stripes, width=value))
         yield Bad(f"mask.shade({name})", "cells", partial(mask.shade, value))
+        yield Bad(f"mask.picture(cells={name})", "cells", partial(mask.picture, cells=value))
         yield Bad(f"Plan({name})", "mask", partial(sp.Plan, value)) if name != "function" else BAD_PROBE
         if name != "nothing":
             yield Bad(f"Plan(carry={name})", "carry", partial(sp.Plan, mask, value))
