@@ -10,7 +10,7 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
-from sparseprefill.call import AttentionCall
+from sparseprefill.call import AttentionCall, between_graphs
 
 T = TypeVar("T")
 KEPT_BYTES = 256 << 20
@@ -120,6 +120,9 @@ class Memory:
 
     _slots: dict[Hashable, Any] = field(factory=dict, init=False, repr=False)
     prefix: PrefixTiles = field(factory=PrefixTiles, init=False, repr=False)
+
+    def __attrs_pre_init__(self) -> None:
+        between_graphs()
 
     def get(self, key: Hashable, default: T) -> T:
         """The value under `key`, or `default`."""

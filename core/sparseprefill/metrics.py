@@ -81,6 +81,9 @@ def _check_result(call: AttentionCall, result: Result) -> None:
     if not isinstance(result, Result):
         raise ParameterError(f"result is {type(result).__name__}: pass what this call's run returned")
     wanted = call.geometry
+    if result.lse.device != call.q.device:
+        remedy = f"move it to the call's device {call.q.device}"
+        raise ParameterError(f"result.lse is on {result.lse.device}: {remedy}")
     made = result.plan.mask.geometry if result.parts is None else result.parts.geometry
     if not made.same_sizes(wanted) or result.lse.shape != call.q.shape[:3]:
         given = f"{made.describe()}, lse {tuple(result.lse.shape)}"
@@ -119,11 +122,13 @@ def dense_lse(call: AttentionCall, rows: Tensor, chunk: int = 16384) -> Tensor:
 
 
 def output_error(out: Tensor, truth: Tensor) -> float:
-    """Relative norm of the difference, in float64 (host sync). ParameterError for tensors of two shapes."""
+    """Relative norm of the difference, in float64 (host sync). ParameterError for tensors of two shapes or devices."""
     for name, x in (("out", out), ("truth", truth)):
         if not isinstance(x, Tensor):
             raise ParameterError(f"{name} is {printed(x)}: pass a tensor")
     if out.shape != truth.shape:
         raise ParameterError(f"out is {printed(out)}, truth is {printed(truth)}: pass tensors of one shape")
+    if out.device != truth.device:
+        raise ParameterError(f"out is on {out.device}, truth is on {truth.device}: pass tensors on one device")
     truth = truth.to(torch.float64)
     return float((out.to(torch.float64) - truth).norm() / truth.norm())

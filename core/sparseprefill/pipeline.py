@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 import torch
 from attrs import Attribute, Factory, evolve, field, frozen
@@ -12,8 +12,9 @@ from attrs.validators import deep_iterable, optional
 from torch import Tensor
 
 from sparseprefill.call import AttentionCall, check_call
-from sparseprefill.errors import ParameterError, UnsupportedCallError, printed
+from sparseprefill.errors import ParameterError, StageError, UnsupportedCallError, printed
 from sparseprefill.executors.auto import AutoExecutor
+from sparseprefill.handover import keyless
 from sparseprefill.kernels import RECORDING
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.memory import KEPT_BYTES, Memory
@@ -96,6 +97,12 @@ CORRECTING = _asked(lambda pipeline: () if pipeline.corrector is None else (pipe
 OBSERVING = _asked(lambda pipeline: pipeline.observers)
 
 
+def _of_tensors(
+    runner: Runner, q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any], memory: Memory | None
+) -> Tensor:
+    return runner.run(AttentionCall.of(q, k, v, given), memory).out
+
+
 class Runner(ABC):
     """A runner of calls, given as calls or as tensors: a Pipeline, or a Route over several."""
 
@@ -140,9 +147,16 @@ class Runner(ABC):
         memory: Memory | None = None,
         **options: Any,
     ) -> Tensor:
-        """Attention output ``[B, Hq, Nq, Dv]``; `options` are AttentionCall's other fields."""
+        """Attention output ``[B, Hq, Nq, Dv]``; `options` are AttentionCall's other fields.
+
+        Under torch.compile it runs between graphs; where one graph has to hold all, torch says why not.
+        """
         given = {"scale": scale, "q_offset": q_offset, "layer": layer, **options}
-        return self.run(AttentionCall.of(q, k, v, given), memory).out
+        if torch.compiler.is_dynamo_compiling():
+            from sparseprefill.compiling import run_between_graphs
+
+            return cast(Tensor, run_between_graphs(_of_tensors, self, q, k, v, given, memory))
+        return _of_tensors(self, q, k, v, given, memory)
 
 
 @frozen(eq=False)
@@ -294,6 +308,10 @@ class Pipeline(Runner):
         Raises UnsupportedCallError where a stage objects to the call (there is no silent fallback), StageError where
         a stage raises or returns nonsense, MaskError where a mask does not fit the call, ParameterError for no call.
         """
+        if torch.compiler.is_dynamo_compiling():
+            from sparseprefill.compiling import run_between_graphs
+
+            return cast(Result, run_between_graphs(self.run, call, memory))
         memory = self._accepted(call, memory)
         with torch.cuda.device_of(call.q):  # kernels start on the current device, which need not be the tensors'
             cut, _ = self._cut(call)
@@ -395,6 +413,8 @@ class Pipeline(Runner):
         return self._finish(planned, self.executing.execute(call, planned.plan))
 
     def _finish(self, planned: Planned, computed: Result) -> Result:
+        if lost := keyless(planned.call, planned.plan, computed):
+            raise StageError(f"{self.name}: {', '.join(stage.name for stage in self._planning)} left {lost}")
         result = computed
         for corrector in self._correcting:
             result = corrector.correct(planned.call, planned.plan, result, planned.memory)

@@ -13,9 +13,9 @@ from attrs import evolve, field, frozen
 from torch import Tensor
 
 from sparseprefill.call import AttentionCall, check_call
-from sparseprefill.errors import MaskError, ParameterError
+from sparseprefill.errors import MaskError, ParameterError, printed
 from sparseprefill.mask.count import share
-from sparseprefill.mask.geometry import Geometry
+from sparseprefill.mask.geometry import Geometry, same_device
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.mask.priority import Priority
 from sparseprefill.mask.samples import Held
@@ -28,6 +28,10 @@ class Remark(str):
     """A note of a plan that reports show to the user, such as why a slower kernel served."""
 
     __slots__ = ()
+
+
+EXACT_DTYPES = (torch.float32, torch.float64)
+"""Types of sums: float64 for float64 calls."""
 
 
 def base_of(most: Tensor) -> Tensor:
@@ -48,6 +52,12 @@ class SoftmaxState:
     acc: Tensor
 
     def __attrs_post_init__(self) -> None:
+        for name, x in (("m", self.m), ("l", self.l), ("acc", self.acc)):
+            if not isinstance(x, Tensor) or odd_layout(x) or x.dtype not in EXACT_DTYPES:
+                raise MaskError(f"SoftmaxState.{name} is {printed(x)}: pass a tensor of float32, or of float64")
+            if x.dtype != self.m.dtype or x.device != self.m.device:
+                given = f"{x.dtype} on {x.device}, m is {self.m.dtype} on {self.m.device}"
+                raise MaskError(f"SoftmaxState.{name} is {given}: pass tensors of one dtype on one device")
         if self.m.shape != self.l.shape or self.acc.shape[:-1] != self.m.shape:
             shapes = (tuple(self.m.shape), tuple(self.l.shape), tuple(self.acc.shape))
             raise MaskError(f"SoftmaxState shapes are {shapes}: pass m and l [B, H, N] and acc [B, H, N, Dv]")
@@ -91,6 +101,7 @@ class Carry:
     def __attrs_post_init__(self) -> None:
         _check("Carry.state", self.state, SoftmaxState)
         _check("Carry.region", self.region, SparseMask)
+        _check_device("Carry.state", self.state.m, self.region.geometry)
 
 
 @frozen(eq=False)
@@ -144,6 +155,8 @@ class Plan:
             raise MaskError(f"Plan.mask is {_shown(mask)}: pass a SparseMask")
 
     def _check_rest(self, mask: SparseMask) -> None:
+        if not isinstance(self.notes, Mapping):
+            raise MaskError(f"Plan.notes is {_shown(self.notes)}: pass a table of names and values")
         if self.carry is not None:
             _check("Plan.carry", self.carry, Carry)
             region = self.carry.region.geometry
@@ -157,11 +170,13 @@ class Plan:
             wanted = (mask.geometry.batch, mask.geometry.heads)
             _check("Plan.probe", self.probe, Tensor)
             _check_tensor("Plan.probe", self.probe, torch.bool, wanted, "a bool tensor [B, Hq]")
+            _check_device("Plan.probe", self.probe, mask.geometry)
         if self.priority is not None:
             _check("Plan.priority", self.priority, Priority)
         if self.skip_below is not None:
             given, wanted_rows = self.skip_below, (mask.geometry.batch,)
             _check_tensor("Plan.skip_below", given, torch.float32, wanted_rows, "a float32 tensor [B]")
+            _check_device("Plan.skip_below", given, mask.geometry)
             if given.device.type == "cpu" and not bool(((given >= 0) & (given < 1)).all()):  # of others none is read
                 raise MaskError(f"Plan.skip_below is {given.tolist()}: pass thresholds from 0 to less than 1")
 
@@ -179,10 +194,10 @@ class Plan:
     @property
     def geometry(self) -> Geometry:
         """The sizes of the call that the mask is for; rules that wait are not united for it."""
-        return self._base.geometry
+        return self.base.geometry
 
     @property
-    def _base(self) -> SparseMask:
+    def base(self) -> SparseMask:
         """The mask without rules that wait."""
         given = self._mask
         return given.mask if isinstance(given, _Ruled) else given if isinstance(given, SparseMask) else self.mask
@@ -198,7 +213,7 @@ class Plan:
 
     def grid(self, tile: int | None = None) -> tuple[int, int]:
         """Tokens of a query tile and of a key tile: the mask's own, or those of a square tile."""
-        return (self._base.tile_q, self._base.tile_k) if tile is None else (tile, tile)
+        return (self.base.tile_q, self.base.tile_k) if tile is None else (tile, tile)
 
     def common_grid(self) -> tuple[int, int]:
         """The mask's tiles; where a carry's region lies on others, the largest that divide both."""
@@ -207,7 +222,7 @@ class Plan:
     def tiles_on(self, tile_q: int, tile_k: int) -> Tensor:
         """bool ``[B, Hq, R, C]``: the key tiles of all masks, on a grid that divides theirs; not to be written to."""
         found = [mask.tiles_on(tile_q, tile_k) for mask in self.masks if mask.has_tiles]
-        return reduce(or_, found) if found else self._base.tiles_on(tile_q, tile_k)
+        return reduce(or_, found) if found else self.base.tiles_on(tile_q, tile_k)
 
     def begun(self, call: AttentionCall) -> SoftmaxState:
         """A state of its own for the call, float32 or better: that of the carry, or nothing attended to yet."""
@@ -233,7 +248,7 @@ class Plan:
         they speak of; None for the plan's own, and of others they are united at once. rules: fields of `TileMap`.
         Raises MaskError for values that are none, TypeError for a rule that there is not.
         """
-        mask, given = self._base, self._mask
+        mask, given = self.base, self._mask
         region = None if self.carry is None else self.carry.region
         grid = mask.tile_q, mask.tile_k
         if tile is not None and (tile, tile) != grid:
@@ -428,6 +443,11 @@ def _check_tensor(name: str, given: Tensor, dtype: torch.dtype, shape: tuple[int
     odd = odd_layout(given) if isinstance(given, Tensor) else _shown(given)
     if odd or given.dtype != dtype or tuple(given.shape) != shape:
         raise MaskError(f"{name} is {odd or f'{given.dtype} {tuple(given.shape)}'}: pass {words} = {shape}")
+
+
+def _check_device(name: str, given: Tensor, geometry: Geometry) -> None:
+    if not same_device(given.device, geometry.device):
+        raise MaskError(f"{name} is on {given.device}: move it to the call's device {geometry.device}")
 
 
 def _check(name: str, value: object, wanted: type) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, overload
+from typing import Any, Protocol, cast, overload
 
+import torch
 from attrs import evolve, field, frozen
 from torch import Tensor
 
@@ -23,7 +24,7 @@ from sparseprefill.profiles.profile import Profile
 from sparseprefill.refiners.recall import Recall, floor_of
 from sparseprefill.stages import Answer, ExecutorStage, Guard
 from sparseprefill.structure import for_data
-from sparseprefill.validate import Check, fitting
+from sparseprefill.validate import Check, fitting, is_number
 
 
 class Buildable(Protocol):
@@ -52,7 +53,7 @@ def _is_verdict(value: Any) -> bool:
     if not isinstance(value, Verdict) or not isinstance(value.worth, bool) or not isinstance(value.reason, str):
         return False
     ratio = value.ratio
-    return ratio is None or (isinstance(ratio, int | float) and not isinstance(ratio, bool) and ratio >= 0)
+    return ratio is None or is_number(ratio, 0)
 
 
 VERDICT = Answer(_is_verdict, "a Verdict of worth (True or False), ratio (a number >= 0, or None) and reason (a text)")
@@ -391,6 +392,10 @@ class Route(Runner):
 
     def run(self, call: AttentionCall, memory: Memory | None = None) -> Result:
         """One layer's attention: see Pipeline. `Result.dense` holds the reason where the call ran dense."""
+        if torch.compiler.is_dynamo_compiling():
+            from sparseprefill.compiling import run_between_graphs
+
+            return cast(Result, run_between_graphs(self.run, call, memory))
         check_call(call)
         choice = self.choose(call, memory)
         if choice.dense:

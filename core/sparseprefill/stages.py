@@ -54,10 +54,21 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from sparseprefill.call import CASTING, AttentionCall, uncast
-from sparseprefill.errors import SparsePrefillError, StageError, printable, printed, told
+from sparseprefill.errors import (
+    InvalidCallError,
+    MaskError,
+    ParameterError,
+    ScoresError,
+    SparsePrefillError,
+    StageError,
+    printable,
+    printed,
+    told,
+)
+from sparseprefill.handover import Watch, check_plan_of, check_result, check_state
 from sparseprefill.memory import Memory
 from sparseprefill.parts.workspace import default_workspace
-from sparseprefill.plan import Plan, Result, SoftmaxState, check_geometry
+from sparseprefill.plan import Plan, Result, SoftmaxState
 from sparseprefill.profiles.identity import ModelIdentity
 from sparseprefill.validate import WIDEST, is_whole
 
@@ -296,15 +307,18 @@ class Stage(Guard):
 
     def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
         """The estimator's plan, which is one for this call."""
-        return self._planned("estimate", call, self.ask("estimate", PLAN, call, memory))
+        return self._planned("estimate", call, None, memory)
 
     def refine(self, call: AttentionCall, plan: Plan, memory: Memory) -> Plan:
         """The refiner's plan, which is one for this call."""
-        return self._planned("refine", call, self.ask("refine", PLAN, call, plan, memory))
+        return self._planned("refine", call, plan, memory)
 
     def correct(self, call: AttentionCall, plan: Plan, result: Result, memory: Memory) -> Result:
         """The corrected result, which has the call's sizes and names what corrected it."""
-        made = self._computed("correct", call, self.ask("correct", RESULT, call, plan, result, memory))
+        watch = Watch.of(call, plan, result)
+        made: Result = self.ask("correct", RESULT, call, plan, result, memory)
+        self._left_alone("correct", watch)
+        self._computed("correct", call, plan, made)
         for name in ("lse", "plan"):
             if getattr(made, name) is not getattr(result, name):
                 words = "it must be the one that was given, which says what the mask kept"
@@ -313,27 +327,34 @@ class Stage(Guard):
 
     def observe(self, call: AttentionCall, plan: Plan, result: Result, memory: Memory) -> None:
         """Let the observer see a result."""
+        watch = Watch.of(call, plan, result)
         self.ask("observe", NOTHING, call, plan, result, memory)
+        self._left_alone("observe", watch)
 
-    def _planned(self, verb: str, call: AttentionCall, plan: Plan) -> Plan:
-        geometry = self.run(f"{verb}().mask", lambda: plan.geometry)
-        if geometry is not call.geometry:
-            check_geometry(call, geometry, f"{self.place} returned")
+    def _planned(self, verb: str, call: AttentionCall, given: Plan | None, memory: Memory) -> Plan:
+        """The plan of an estimator, or of a refiner that is `given` one. Errors that name a field say whose it is."""
+        watch = Watch.of(call, given)
+        try:
+            plan: Plan = self.ask(verb, PLAN, *((call, memory) if given is None else (call, given, memory)))
+            self._left_alone(verb, watch)
+            if plan is not given:
+                self.run(f"{verb}().mask", lambda: check_plan_of(call, plan, given))
+        except (MaskError, ParameterError) as error:
+            raise type(error)(f"{self.place}.{verb}(): {error}") from error
+        except InvalidCallError as error:  # of a call that it made
+            raise StageError(f"{self.place}.{verb}(): {error}") from error
         return plan
 
-    def _computed(self, verb: str, call: AttentionCall, result: Result) -> Result:
-        rows = tuple(call.q.shape[:3])
-        for name, x, shape in (("out", result.out, (*rows, call.value_dim)), ("lse", result.lse, rows)):
-            if not isinstance(x, Tensor) or tuple(x.shape) != shape or x.device != call.q.device:
-                words = f"it must be a tensor {list(shape)} on {call.q.device}"
-                raise StageError(f"{self.place}.{verb}() returned a Result whose {name} is {printed(x)}: {words}")
-        if result.out.dtype != call.q.dtype:
-            words = f"it must be {call.q.dtype}, the call's"
-            raise StageError(f"{self.place}.{verb}() returned a Result whose out is {result.out.dtype}: {words}")
-        if not isinstance(result.plan, Plan):
-            words = "it must be the Plan that was computed"
-            raise StageError(f"{self.place}.{verb}() returned a Result whose plan is {printed(result.plan)}: {words}")
+    def _computed(self, verb: str, call: AttentionCall, plan: Plan, result: Result) -> Result:
+        if why := check_result(call, plan, result):
+            raise StageError(f"{self.place}.{verb}() returned a Result whose {why}")
         return result
+
+    def _left_alone(self, verb: str, watch: Watch) -> None:
+        """StageError where the stage has written to what it was given."""
+        if name := watch.written:
+            words = "it must leave what it is given as it is, and put what it makes into tensors of its own"
+            raise StageError(f"{self.place}.{verb}() wrote to {name} in place: {words}")
 
 
 @frozen(eq=False)
@@ -347,13 +368,19 @@ class ExecutorStage(Stage):
 
     def execute(self, call: AttentionCall, plan: Plan) -> Result:
         """Run the executor, and check that the result has the call's sizes: see `SparseExecutor.execute`."""
-        return self._computed("execute", call, self.ask("execute", RESULT, call, plan))
+        watch = Watch.of(call, plan)
+        result: Result = self.ask("execute", RESULT, call, plan)
+        self._left_alone("execute", watch)
+        return self._computed("execute", call, plan, result)
 
     def execute_into(self, call: AttentionCall, plan: Plan, out: Tensor, lse: Tensor) -> Result:
         """Run the executor into these tensors; where it has no such method, copy what `execute` returns."""
         if "execute_into" not in self.questions:
             return self.execute(call, plan).into(out, lse)
-        result = self._computed("execute_into", call, self.ask("execute_into", RESULT, call, plan, out, lse))
+        watch = Watch.of(call, plan)
+        result: Result = self.ask("execute_into", RESULT, call, plan, out, lse)
+        self._left_alone("execute_into", watch)
+        self._computed("execute_into", call, plan, result)
         if (result.out.data_ptr(), result.lse.data_ptr()) != (out.data_ptr(), lse.data_ptr()):
             words = "it must hold the tensors that the caller gave, filled"
             raise StageError(f"{self.place}.execute_into() returned a Result of other tensors: {words}")
@@ -363,24 +390,45 @@ class ExecutorStage(Stage):
         """Run several calls at once; one by one where the executor has no such method, and where there is one call."""
         if not self.together or len(calls) < 2:
             return [self.execute(call, plan) for call, plan in zip(calls, plans, strict=True)]
+        watches = [Watch.of(call, plan) for call, plan in zip(calls, plans, strict=True)]
         made = self.ask("execute_many", RESULTS, calls, plans)
+        for watch in watches:
+            self._left_alone("execute_many", watch)
         if len(made) != len(calls):
             words = f"it must return one for each of {len(calls)} calls"
             raise StageError(f"{self.place}.execute_many() returned {len(made)} Results: {words}")
-        return [self._computed("execute_many", call, one) for call, one in zip(calls, made, strict=True)]
+        each = zip(calls, plans, made, strict=True)
+        return [self._computed("execute_many", call, plan, one) for call, plan, one in each]
 
     def accumulate(self, call: AttentionCall, plan: Plan) -> SoftmaxState:
         """The executor's softmax state over a plan, not normalised."""
+        watch = Watch.of(call, plan)
         state: SoftmaxState = self.ask("accumulate", STATE, call, plan)
+        self._left_alone("accumulate", watch)
+        try:
+            check_state("a SoftmaxState that", state, call)
+        except MaskError as error:
+            raise StageError(f"{self.place}.accumulate() returned {error}") from error
         return state
 
 
 def planned_by(stages: Sequence[Stage], call: AttentionCall, memory: Memory) -> Plan:
-    """The plan of an estimator, which comes first, and of refiners, in their order."""
+    """The plan of an estimator, which comes first, and of refiners, in their order.
+
+    Scores are read by refiners; where that fails, the error names the stage that left them.
+    """
     estimator, *refiners = stages
-    plan = estimator.estimate(call, memory)
+    plan, left_by, verb = estimator.estimate(call, memory), estimator, "estimate"
     for refiner in refiners:
-        plan = refiner.refine(call, plan, memory)
+        try:
+            after = refiner.refine(call, plan, memory)
+        except ScoresError as error:
+            cause = error.__cause__
+            kind = type(cause) if isinstance(cause, MaskError | ParameterError) else StageError
+            raise kind(f"{left_by.place}.{verb}() left scores that cannot be read: {error}") from error
+        if after.priority is not plan.priority:
+            left_by, verb = refiner, "refine"
+        plan = after
     return plan
 
 

@@ -16,9 +16,11 @@ NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 """Names of what plugins offer: methods, refiners, correctors and kernels."""
 WIDEST = 1 << 63
 """Integers from it on are none for a device."""
+LARGEST = (1 << 31) - 1
+"""The most of what a device counts in 32 bits, such as heads, or entries of a list."""
 MOST_TILE = 8192
 """Tokens of a tile."""
-MOST_ROWS = (1 << 31) - 1
+MOST_ROWS = LARGEST
 """The most rows of a tail of dense rows."""
 LONGEST = 1e12
 """Tokens, as a number: no prompt is longer."""

@@ -81,7 +81,12 @@ STRANGE: Mapping[str, Any] = {
     "zero": 0,
     "huge": 10**400,
     "longer than Python writes": 10**6000,
+    "beyond 64 bits": 1 << 63,
+    "beyond any count": 10**30,
+    "very negative, beyond any count": -(10**30),
 }
+LARGE = ("huge", "longer than Python writes", "beyond 64 bits", "beyond any count")
+"""Whole numbers for which no device has room."""
 
 
 def strange(*right: str) -> Iterator[tuple[str, Any]]:
@@ -101,13 +106,13 @@ def calls() -> Iterator[Bad]:
     right: dict[str, tuple[str, ...]] = {
         **dict.fromkeys(("q", "k", "v"), ()),
         **dict.fromkeys(("window", "starts", "lengths", "sinks"), ("nothing",)),
-        "scale": ("nothing", "fraction"),
-        "softcap": ("nothing", "fraction"),
+        "scale": ("nothing", "fraction", "beyond 64 bits", "beyond any count"),
+        "softcap": ("nothing", "fraction", "beyond 64 bits", "beyond any count"),
         "q_offset": ("nothing", "zero"),
-        "layer": ("zero", "negative", "very negative", "huge", "longer than Python writes"),
-        "first_head": ("zero", "huge", "longer than Python writes"),
+        "layer": ("zero", "negative"),
+        "first_head": ("zero",),
     }
-    right["window"] = ("nothing", "huge", "longer than Python writes")
+    right["window"] = ("nothing", *LARGE)
     given: dict[str, Any] = {"q": Q, "k": K, "v": K}
     for field, fine in right.items():
         for name, value in strange(*fine):
@@ -170,6 +175,8 @@ def masks() -> Iterator[Bad]:
         "from_stripes": lambda tile: sp.SparseMask.from_stripes(CALL, keep, 1, tile),
         "from_rules": lambda tile: sp.SparseMask.from_rules(CALL, tile, sink=1),
     }
+    for cells in (4097, 10**9):
+        yield Bad(f"mask.picture(cells={cells})", "cells", partial(mask.picture, cells=cells))
     for verb, made in tiles.items():
         for name, value in strange():
             yield Bad(f"SparseMask.{verb}(tile={name})", "tile", partial(made, value))
@@ -182,10 +189,32 @@ def masks() -> Iterator[Bad]:
         stripes = partial(sp.SparseMask.from_stripes, CALL, keep, 1, 8)
         yield Bad(f"SparseMask.from_stripes(width={name})", "stripe_width", partial(stripes, width=value))
         yield Bad(f"mask.shade({name})", "cells", partial(mask.shade, value))
+        yield Bad(f"mask.picture(cells={name})", "cells", partial(mask.picture, cells=value))
         yield Bad(f"Plan({name})", "mask", partial(sp.Plan, value)) if name != "function" else BAD_PROBE
         if name != "nothing":
             yield Bad(f"Plan(carry={name})", "carry", partial(sp.Plan, mask, value))
             yield Bad(f"Plan(probe={name})", "probe", partial(sp.Plan, mask, probe=value))
+            yield Bad(f"Plan(priority={name})", "priority", partial(sp.Plan, mask, priority=value))
+            yield Bad(f"Plan(skip_below={name})", "skip_below", partial(sp.Plan, mask, skip_below=value))
+        if name != "table":
+            yield Bad(f"Plan(notes={name})", "notes", partial(sp.Plan, mask, notes=value))
+        for part in ("m", "l", "acc"):
+            state = {
+                "m": torch.zeros(2, 2, 20),
+                "l": torch.ones(2, 2, 20),
+                "acc": torch.zeros(2, 2, 20, 8),
+                part: value,
+            }
+            yield Bad(f"SoftmaxState({part}={name})", part, partial(sp.SoftmaxState, **state))
+        first = torch.zeros(2, 3, 1, dtype=torch.int64)
+        ranges = partial(sp.SparseMask.from_ranges, CALL, first, first)
+        if name != "zero":
+            yield Bad(f"SparseMask.from_ranges(width={name})", "width", partial(ranges, value, 8))
+        if name not in ("zero", "nothing"):
+            for rule in ("sink", "first_head") if name != "beyond 64 bits" else ("sink", "band", "first_head"):
+                yield Bad(
+                    f"from_rules({rule}={name})", rule, partial(sp.SparseMask.from_rules, CALL, 8, **{rule: value})
+                )
         if name != "zero":
             yield Bad(f"mask.head({name}, 0)", "batch", partial(mask.head, value, 0))
             yield Bad(f"mask.head(0, {name})", "head", partial(mask.head, 0, value))
@@ -196,23 +225,44 @@ def masks() -> Iterator[Bad]:
             yield Bad(f"mask.to_dense({name})", "rows", partial(mask.to_dense, value))
 
 
+def scores() -> Iterator[Bad]:
+    """PriorityScores, field by field, and those that do not fit a call."""
+    given: dict[str, Any] = {"tiles": torch.ones(1, 1, 3, 3), "tile_q": 8, "tile_k": 8, "columns": None, "rows": None}
+    right = {
+        "tiles": ("class", "function", "nothing"),
+        "columns": ("class", "function", "nothing"),
+        "rows": ("nothing",),
+    }
+    for field in given:
+        for name, value in strange(*right.get(field, ())):
+            yield Bad(f"PriorityScores({field}={name})", field, partial(sp.PriorityScores, **{**given, field: value}))
+    shapes = ((1, 3, 3, 3), (3, 1, 3, 3), (1, 1, 2, 3), (1, 1, 3, 4))
+    for shape in shapes:
+        for field, size in (("tiles", {"tile_q": 8, "tile_k": 8}), ("columns", {"rows": 8})):
+            wrong = sp.PriorityScores(**{field: torch.ones(shape)}, **size)
+            yield Bad(f"PriorityScores({field}={shape}).check", field, partial(wrong.check, CALL))
+
+
 BAD_PROBE = Bad(
     "Plan(probe=float tensor)", "probe", lambda: sp.Plan(sp.SparseMask.full(CALL, 8), probe=torch.ones(2, 2))
 )
 
 
 def refiners() -> Iterator[Bad]:
-    """Every parameter of every refiner that a configuration may name, by class and by configuration."""
-    for name, kind in sp.default_registry().offered("refiner").items():
+    """Every parameter of every refiner and corrector that a configuration may name, by class and by configuration."""
+    offered = {kind: sp.default_registry().offered(kind) for kind in ("refiner", "corrector")}
+    for role, name, kind in ((role, name, kind) for role, kinds in offered.items() for name, kind in kinds.items()):
         known = [one for one in fields(kind) if one.init]
         needed = {str(one.alias): 1 for one in known if one.default is NOTHING}
         for one in known:
             for word, value in strange(*_right(one)):
                 given, said = {**needed, str(one.alias): value}, f"{one.alias} is {printed(value)}"
                 yield Bad(f"{kind.__name__}({one.alias}={word})", said, partial(kind, **given))
-                table = {"method": "streaming", "refiners": [{"name": name, **given}]}
+                stage = {"name": name, **given}
+                table = {"method": "streaming", **({role: stage} if role == "corrector" else {"refiners": [stage]})}
                 run = partial(sp.from_config, table)
-                yield Bad(f"from_config({name}.{one.alias}={word})", f"refiners[0].{said}", run)
+                at = "corrector" if role == "corrector" else "refiners[0]"
+                yield Bad(f"from_config({name}.{one.alias}={word})", f"{at}.{said}", run)
 
 
 def methods() -> Iterator[Bad]:
@@ -265,7 +315,7 @@ def pipelines() -> Iterator[Bad]:
     right: dict[str, tuple[str, ...]] = {
         **{"estimator": (), "executor": (), "refiners": ("list", "table"), "observers": ("list", "table")},
         "name": ("text", "empty text"),
-        "workspace": ("nothing", "huge", "longer than Python writes"),
+        "workspace": ("nothing",),
     }
     for field, fine in right.items():
         for word, value in strange(*fine):
@@ -287,7 +337,7 @@ def pipelines() -> Iterator[Bad]:
             )
             if word not in ("class", "function"):
                 yield Bad(f"Session(observe={word})", "observe", partial(Session, streaming, observe=value))
-        if word not in ("huge", "longer than Python writes"):
+        if word not in LARGE:
             yield Bad(f"Session(min_query={word})", "min_query", partial(session, streaming, min_query=value))
         if word != "zero":
             yield Bad(f"Session(tail={word})", "tail", partial(session, streaming, tail=value))
@@ -338,15 +388,24 @@ def executors() -> Iterator[Bad]:
                     "plan",
                     partial(getattr(one, verb), CALL, sp.Plan(sp.SparseMask.full(other, 8))),
                 )
+    far = CALL.q.to("meta")
+    yield Bad("output_error(x, other device)", "truth", partial(sp.output_error, CALL.q, far))
+    yield Bad(
+        "recall(result of another device)",
+        "result",
+        partial(sp.recall, CALL, evolve(result, lse=result.lse.to("meta"))),
+    )
     outside: list[Any] = [[-1], [0, -20], [20], [0.5], [True]]
     for rows in outside:
         yield Bad(f"recall(rows={rows})", "rows", partial(sp.recall, CALL, result, rows))
     for word, value in strange():
         yield Bad(f"recall({word}, result)", "call", partial(sp.recall, value, result))
         yield Bad(f"recall(call, {word})", "result", partial(sp.recall, CALL, value))
-        if word not in ("nothing", "huge", "longer than Python writes"):  # more rows than there are mean all
+        if word not in ("nothing", *LARGE):  # more rows than there are mean all
             yield Bad(f"recall(rows={word})", "rows", partial(sp.recall, CALL, result, value))
         yield Bad(f"output_error({word}, x)", "out", partial(sp.output_error, value, CALL.q))
+        if word not in ("nothing", "zero"):
+            yield Bad(f"AutoExecutor(precision={word})", "precision", partial(sp.AutoExecutor, precision=value))
         yield Bad(f"output_error(x, {word})", "truth", partial(sp.output_error, CALL.q, value))
 
 
@@ -509,7 +568,18 @@ def _large(folder: Path) -> Path:
 
 def everything(folder: Path) -> list[Bad]:
     """All of them. folder: where files may be written."""
-    made = (calls(), pages(), masks(), refiners(), methods(), pipelines(), executors(), configurations(), files(folder))
+    made = (
+        calls(),
+        pages(),
+        masks(),
+        scores(),
+        refiners(),
+        methods(),
+        pipelines(),
+        executors(),
+        configurations(),
+        files(folder),
+    )
     return [bad for part in made for bad in part]
 
 

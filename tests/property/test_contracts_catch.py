@@ -197,13 +197,17 @@ BROKEN: dict[str, tuple[Pipeline, Callable[..., Any], str]] = {
         law("result == softmax over its own mask"),
         "starts",
     ),
-    "empty rows": (estimating(empty_rows), law("no empty row"), "rows have LSE -inf"),
+    "empty rows": (estimating(empty_rows), law("no empty row"), "left query rows without a key"),
     "no diagonal": (
         estimating(lambda call: Plan(SparseMask.from_stripes(call, torch.arange(70)[None] < 1, 1, 16, diagonal=False))),
         law("no empty row"),
         "do not keep their own diagonal",
     ),
-    "nothing at all": (estimating(lambda call: Plan(SparseMask.empty(call))), law("density in (0, 1]"), "density is 0"),
+    "nothing at all": (
+        estimating(lambda call: Plan(SparseMask.empty(call))),
+        law("density in (0, 1]"),
+        "left query rows without a key",
+    ),
     "density counts twice": (estimating(false_disjoint), law("density in (0, 1]"), r"density is .*to_dense\(\) counts"),
     "false disjoint": (estimating(false_disjoint), law("carry and mask disjoint"), "a tile and a stripe"),
     "carry overlaps": (estimating(overlapping_carry), law("carry and mask disjoint"), "carry region"),
@@ -342,7 +346,7 @@ class Alternating:
 @pytest.mark.parametrize(
     ("answer", "law"),
     [
-        (emptied, "no empty row"),
+        (emptied, "left query rows without a key"),
         (remembering, "memory is read only"),
         (Alternating(), "the same plan again"),
         (lambda call, plan, memory: 3, "returned int"),

@@ -41,6 +41,11 @@ def plans(draw: st.DrawFn, call: sp.AttentionCall) -> sp.Plan:
     return sp.Plan(mask - region, sp.Carry(state, region))
 
 
+def computed(union: sp.UnionEstimator, call: sp.AttentionCall) -> sp.Result:
+    """What the union selects, computed; not by a pipeline, which takes no plan that leaves a row without a key."""
+    return sp.AutoExecutor().execute(call, union.estimate(call, sp.Memory()))
+
+
 def selected(plan: sp.Plan) -> torch.Tensor:
     mask = plan.mask.to_dense()
     return mask if plan.carry is None else mask | plan.carry.region.to_dense()
@@ -50,7 +55,7 @@ def selected(plan: sp.Plan) -> torch.Tensor:
 def test_it_selects_what_any_part_selects_and_computes_it_once(call: sp.AttentionCall, data: st.DataObject) -> None:
     parts = [data.draw(plans(call)) for _ in range(data.draw(st.integers(1, 3)))]
     union = sp.UnionEstimator(*(Given(plan) for plan in parts))
-    result = sp.Pipeline(union).run(call)
+    result = computed(union, call)
     expected = torch.stack([selected(plan) for plan in parts]).any(0)
     assert torch.equal(expected, selected(result.plan))
     assert any(plan.carry is not None for plan in parts) == (result.plan.carry is not None)
@@ -65,7 +70,7 @@ def test_it_selects_what_any_part_selects_and_computes_it_once(call: sp.Attentio
 @given(call=CALLS, data=st.data())
 def test_the_order_of_the_parts_changes_no_number(call: sp.AttentionCall, data: st.DataObject) -> None:
     parts = [Given(data.draw(plans(call))) for _ in range(2)]
-    one, other = (sp.Pipeline(sp.UnionEstimator(*order)).run(call) for order in (parts, parts[::-1]))
+    one, other = (computed(sp.UnionEstimator(*order), call) for order in (parts, parts[::-1]))
     assert torch.equal(one.mask.to_dense(), other.mask.to_dense())
     torch.testing.assert_close(one.out, other.out, rtol=1e-12, atol=1e-12)
 

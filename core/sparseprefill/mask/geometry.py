@@ -24,6 +24,11 @@ MODES: Any = torch._C
 """Knows which modes and transforms this thread is in; what torch says in Python is one word for all threads."""
 
 
+def same_device(one: torch.device, other: torch.device) -> bool:
+    """True where these are one device; "cuda" without a number may be any of them."""
+    return one == other or (one.type == other.type and None in (one.index, other.index))
+
+
 def in_a_mode() -> bool:
     """True if this thread is in a dispatch mode, or in a transform of torch.func.
 
@@ -127,21 +132,24 @@ class Geometry:
         return mine == (other.batch, other.heads, other.q_len, other.kv_len, other.q_offset, other.window)
 
     def fits(self, other: Geometry) -> bool:
-        """Tell if a mask made for `other` may serve a call of this geometry: same sizes, and the same padding.
+        """Tell if a mask made for `other` may serve a call of this geometry: same sizes, padding and device.
 
         Of padding on a device only the place in memory is compared, so that nothing synchronises: equal values in
         other tensors do not fit there.
         """
         if self is other:
             return True
+        if not same_device(self.device, other.device):
+            return False
         alike = _same_rows(self.starts, other.starts) and _same_rows(self.lengths, other.lengths)
         return alike and self.same_sizes(other)
 
     def describe(self) -> str:
-        """Short text for error messages; values of padding are shown where they are on the CPU."""
+        """Short text for error messages; with values of padding on the CPU, and the name of any other device."""
         sizes = f"B={self.batch}, Hq={self.heads}, Nq={self.q_len}, Nkv={self.kv_len}, q_offset={self.q_offset}"
         sizes += "" if self.window is None else f", window={self.window}"
-        return f"[{sizes}{_described('starts', self.starts)}{_described('lengths', self.lengths)}]"
+        padding = _described("starts", self.starts) + _described("lengths", self.lengths)
+        return f"[{sizes}{padding}]" + ("" if self.device.type == "cpu" else f" on {self.device}")
 
     def first_position(self) -> Tensor:
         """int64 [B]: position of query row 0 on each row's grid; negative where it is padding."""

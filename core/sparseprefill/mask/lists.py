@@ -15,6 +15,7 @@ from sparseprefill import kernels
 from sparseprefill.errors import MaskError, printed
 from sparseprefill.mask.geometry import Geometry, in_a_mode, kept_by_sizes, span
 from sparseprefill.pages import odd_layout
+from sparseprefill.validate import LARGEST, is_whole
 
 
 class Blocks(NamedTuple):
@@ -59,6 +60,10 @@ class IndexLists:
         if self.counts.dim() != 3 or self.counts.shape != self.offsets.shape or self.indices.dim() != 1:
             shapes = tuple(tuple(getattr(self, name).shape) for name, _ in wanted)
             raise MaskError(f"IndexLists shapes are {shapes}: pass counts and offsets [B, H, R] and indices [L]")
+        device = self.counts.device
+        for name, x in (("offsets", self.offsets), ("indices", self.indices)):
+            if x.device != device:
+                raise MaskError(f"IndexLists.{name} is on {x.device}: move it to the device of counts, {device}")
 
     @property
     def nbytes(self) -> int:
@@ -271,5 +276,6 @@ def _check_ranges(first: object, last: object, width: object) -> None:
         if first.shape != last.shape:
             raise MaskError(f"last has shape {tuple(last.shape)}: pass first's, {tuple(first.shape)}")
         _check_order(first, last)
-    if not isinstance(width, int) or isinstance(width, bool) or width < 0:
-        raise MaskError(f"width is {printed(width)}: pass the number of entries of the longest list, an integer >= 0")
+    if not is_whole(width, 0, LARGEST):
+        remedy = "pass the number of entries of the longest list, an integer from 0, below 2^31"
+        raise MaskError(f"width is {printed(width)}: {remedy}")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparseprefill.errors import MaskError, printed
 from sparseprefill.mask import count
-from sparseprefill.mask.geometry import Geometry, by_block, kept_by_sizes, regrid, rows_around
+from sparseprefill.mask.geometry import Geometry, by_block, kept_by_sizes, regrid, rows_around, same_device
 from sparseprefill.mask.lists import Blocks, IndexLists, readable
 from sparseprefill.mask.tile_map import Rows, TileMap, rows_map
 from sparseprefill.pages import odd_layout
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 LARGEST = 1 << 31
 """No tile, group or picture reaches it."""
+MOST_CELLS = 4096
+"""Cells of a picture along a side: a head then takes 64 MB."""
 SHADED = 16
 """Query rows that stand for a cell of a picture."""
 
@@ -81,6 +83,9 @@ class SparseMask:
             found = lists.shape if isinstance(lists, TileMap) else tuple(lists.counts.shape)
             if found != wanted:
                 raise MaskError(f"SparseMask.{name} has lists {found}: the call needs [B, Hq, rows] = {wanted}")
+            if isinstance(lists, IndexLists) and not same_device(lists.counts.device, self.geometry.device):
+                remedy = f"move them to the call's device {self.geometry.device}"
+                raise MaskError(f"SparseMask.{name} has lists on {lists.counts.device}: {remedy}")
 
     @property
     def tiles(self) -> IndexLists | None:
@@ -175,7 +180,7 @@ class SparseMask:
         may see are left out. The map is read when the mask is used: nobody may write to it after this.
         """
         geometry, (tile_q, tile_k) = _geometry(call), _pair(tile)
-        keep = _broadcast(keep, geometry.map_shape(tile_q, tile_k), "query tiles, key tiles")
+        keep = _broadcast(keep, geometry, (tile_q, tile_k), "query tiles, key tiles")
         return cls.from_rules(geometry, (tile_q, tile_k), keep=keep, band=0 if diagonal else None)
 
     @classmethod
@@ -204,8 +209,7 @@ class SparseMask:
         geometry, (tile_q, tile_k) = _geometry(call), _pair(tile)
         for name, size in (("group", group), ("stripe_width", width)):
             _check_size(name, size)
-        shape = geometry.map_shape(tile_q * group, width)
-        lists = IndexLists.from_map(_broadcast(keep, shape, "groups, key columns"))
+        lists = IndexLists.from_map(_broadcast(keep, geometry, (tile_q * group, width), "groups, key columns"))
         mask = cls(geometry, tile_q, tile_k, None, group, lists, stripe_width=width)
         if not diagonal:
             return mask
@@ -388,10 +392,11 @@ class SparseMask:
     def shade(self, cells: int = 64) -> Tensor:
         """float32 ``[B, Hq, cells, cells]``: share of the allowed pairs selected in each cell; NaN where none is.
 
-        Exact for short calls; of more than 32 query rows a cell, about 16, evenly spaced, stand for it.
+        Exact for short calls; of more than 32 query rows a cell, about 16, evenly spaced, stand for it. cells: up to
+        4096; MaskError for another number.
         """
-        if not _is_size(cells):
-            raise MaskError(f"cells is {printed(cells)}: pass a positive number of cells, below 2^31")
+        if not _is_size(cells) or cells > MOST_CELLS:
+            raise MaskError(f"cells is {printed(cells)}: pass a number of cells from 1 to {MOST_CELLS}")
         g = self.geometry
         selected, allowed = (
             torch.zeros(g.batch, heads, cells, cells, dtype=torch.float32, device=g.device) for heads in (g.heads, 1)
@@ -533,11 +538,14 @@ def _pair(tile: int | tuple[int, int], name: str = "tile") -> tuple[int, int]:
     return pair[0], pair[1]
 
 
-def _broadcast(keep: Tensor, shape: tuple[int, int, int, int], axes: str) -> Tensor:
+def _broadcast(keep: Tensor, geometry: Geometry, grid: tuple[int, int], axes: str) -> Tensor:
     if not isinstance(keep, Tensor):
         raise MaskError(f"keep is {type(keep).__name__}: pass a bool tensor")
     if keep.dtype != torch.bool or keep.is_nested or keep.layout != torch.strided:
         raise MaskError(f"keep is {odd_layout(keep) or keep.dtype}: pass a bool tensor")
+    if not same_device(keep.device, geometry.device):
+        raise MaskError(f"keep is on {keep.device}: move it to the call's device {geometry.device}")
+    shape = geometry.map_shape(*grid)
     try:
         return keep.expand(shape)
     except RuntimeError:

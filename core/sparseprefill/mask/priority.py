@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import reduce
-from typing import cast
+from typing import Any, cast
 
 import torch
 from attrs import field, frozen
 from torch import Tensor
 
 from sparseprefill.call import AttentionCall
-from sparseprefill.errors import ParameterError
-from sparseprefill.mask.geometry import by_block, reachable_map, regrid, rows_around
+from sparseprefill.errors import MaskError, ParameterError, ScoresError, SparsePrefillError, printed, told
+from sparseprefill.mask.geometry import by_block, reachable_map, regrid, rows_around, same_device
+from sparseprefill.pages import odd_layout
+from sparseprefill.validate import LARGEST, is_whole
 
 ENTRIES = 1 << 25
 """Scores of columns in memory at once, where one list of them does not need more."""
@@ -28,6 +31,13 @@ class Priority(ABC):
     """
 
     __slots__ = ()
+
+    def check(self, call: AttentionCall) -> None:
+        """MaskError for scores of another call, as far as sizes and devices of what is there tell. Makes nothing.
+
+        A pipeline asks when a stage hands them over; what has nothing to say of itself leaves it out.
+        """
+        return
 
     @abstractmethod
     def tile_scores(self, call: AttentionCall, tile_q: int, tile_k: int) -> Tensor:
@@ -54,9 +64,10 @@ class PriorityScores(Priority):
     ``[B, h, G, Nkv]``, that of single keys by position, for groups of `rows` query tokens; None for one group of all.
     h is the number of query heads or 1. One of the two may be missing: a tile is then worth what its columns are
     together, and a column as much as any other of its tile. A tile of another grid takes the score at its first query
-    and first key.
+    and first key. What a function makes is kept as long as scores are asked for one call; another call has its own.
 
-    Raises ParameterError where both are missing, or tiles come without their size.
+    Raises ParameterError where both are missing, or tiles come without their size, or for what is no tensor of scores
+    and no function; ScoresError, when scores are read, where a function fails or makes what does not fit the call.
     """
 
     tiles: Scores | None = None
@@ -64,14 +75,30 @@ class PriorityScores(Priority):
     tile_k: int | None = None
     columns: Scores | None = None
     rows: int | None = None
-    _made: dict[str, Tensor] = field(factory=dict, init=False, repr=False)
+    _made: dict[str, tuple[weakref.ref[AttentionCall], Tensor]] = field(factory=dict, init=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
+        for name, scores in (("tiles", self.tiles), ("columns", self.columns)):
+            fits = _is_scores(scores) if isinstance(scores, Tensor) else scores is None or callable(scores)
+            if not fits:
+                raise ParameterError(
+                    f"PriorityScores.{name} is {printed(scores)}: pass {SCORES}, or a function of them"
+                )
+        for name, size in (("tile_q", self.tile_q), ("tile_k", self.tile_k), ("rows", self.rows)):
+            if size is not None and not is_whole(size, 1, LARGEST):
+                remedy = "pass a positive number of tokens, below 2^31"
+                raise ParameterError(f"PriorityScores.{name} is {printed(size)}: {remedy}")
         if self.tiles is None and self.columns is None:
             raise ParameterError("PriorityScores has no scores: pass tiles, or columns, or both")
         if self.tiles is not None and (self.tile_q is None or self.tile_k is None):
             given = f"tile_q={self.tile_q!r}, tile_k={self.tile_k!r}"
             raise ParameterError(f"PriorityScores.tiles has {given}: pass the tokens of a tile")
+
+    def check(self, call: AttentionCall) -> None:
+        """MaskError for tensors that do not fit the call; functions are not asked."""
+        for name, scores in (("tiles", self.tiles), ("columns", self.columns)):
+            if isinstance(scores, Tensor) and (why := self._objection(name, scores, call)):
+                raise MaskError(why)
 
     def tile_scores(self, call: AttentionCall, tile_q: int, tile_k: int) -> Tensor:
         """The worth of each tile, float ``[B, H, R, C]``: see `Priority`."""
@@ -100,11 +127,29 @@ class PriorityScores(Priority):
 
     def _scores(self, name: str, given: Scores, call: AttentionCall) -> Tensor:
         if isinstance(given, Tensor):
-            return given
-        found = self._made.get(name)
-        if found is None:
-            found = self._made[name] = given(call)
+            found = given
+        else:
+            kept = self._made.get(name)
+            if kept is not None and kept[0]() is call:
+                return kept[1]
+            found = asked(f"PriorityScores.{name}", given, call)
+        if why := self._objection(name, found, call):
+            raise ScoresError(why)
+        if found is not given:
+            self._made[name] = weakref.ref(call), found
         return found
+
+    def _objection(self, name: str, scores: Any, call: AttentionCall) -> str:
+        """Why these are no scores of the call; empty where they are."""
+        geometry = call.geometry
+        if name == "tiles":
+            sizes = geometry.map_shape(cast(int, self.tile_q), cast(int, self.tile_k))
+            words = f"{self.tile_q} x {self.tile_k} tokens"
+        else:
+            sizes = geometry.map_shape(geometry.kv_len if self.rows is None else self.rows, 1)
+            sizes = sizes if self.rows is not None else (*sizes[:2], 1, sizes[3])
+            words = "one group" if self.rows is None else f"groups of {self.rows} query rows"
+        return unfit(f"PriorityScores.{name}", scores, call, sizes, f" for {words}", broadcast=2)
 
 
 @frozen(eq=False)
@@ -113,6 +158,11 @@ class BestOf(Priority):
 
     parts: tuple[Priority, ...]
 
+    def check(self, call: AttentionCall) -> None:
+        """MaskError as of the parts."""
+        for part in self.parts:
+            part.check(call)
+
     def tile_scores(self, call: AttentionCall, tile_q: int, tile_k: int) -> Tensor:
         """The worth of each tile, float ``[B, H, R, C]``: see `Priority`."""
         return reduce(torch.fmax, [part.tile_scores(call, tile_q, tile_k) for part in self.parts])
@@ -120,6 +170,44 @@ class BestOf(Priority):
     def column_scores(self, call: AttentionCall, position: Tensor, heads: slice) -> Tensor:
         """The worth of each key column: see `Priority`."""
         return reduce(torch.fmax, [part.column_scores(call, position, heads) for part in self.parts])
+
+
+SCORES = "a float tensor of four dimensions"
+
+
+def _is_scores(scores: Any) -> bool:
+    return isinstance(scores, Tensor) and not odd_layout(scores) and scores.dim() == 4 and scores.is_floating_point()
+
+
+def unfit(
+    name: str, scores: Any, call: AttentionCall, sizes: tuple[int, int, int, int], words: str = "", broadcast: int = 4
+) -> str:
+    """Why something is no tensor of scores of these sizes, ``[B, Hq, *, *]``; empty where it is.
+
+    words: about the sizes, for people. broadcast: how many of the first dimensions may be 1.
+    """
+    if not _is_scores(scores):
+        return f"{name} is {printed(scores)}: it must be {SCORES}"
+    if not same_device(scores.device, call.q.device):
+        return f"{name} is on {scores.device}: it must be on the call's device, {call.q.device}"
+    pairs = enumerate(zip(scores.shape, sizes, strict=True))
+    if all(found == wanted or (found == 1 and i < broadcast) for i, (found, wanted) in pairs):
+        return ""
+    may = "each of them" if broadcast == len(sizes) else "batch and heads"
+    return f"{name} is {printed(scores)}: it must be [B, Hq, *, *] = {list(sizes)}{words}; {may} may be 1"
+
+
+def asked(name: str, give: Callable[..., Any], *args: Any) -> Any:
+    """The answer of a function of a stranger's that makes scores; ScoresError, with its name, for what it raises."""
+    try:
+        return give(*args)
+    except torch.OutOfMemoryError:
+        raise
+    except ScoresError:
+        raise
+    except Exception as error:
+        shown = told(error) if isinstance(error, SparsePrefillError) else f"{type(error).__name__}: {told(error)}"
+        raise ScoresError(f"{name} raised {shown}") from error
 
 
 def tiles_of_columns(priority: Priority, call: AttentionCall, rows: int | None, tile_q: int, tile_k: int) -> Tensor:

@@ -18,9 +18,9 @@ from torch import Tensor
 from sparseprefill import kernels
 from sparseprefill.errors import MaskError, printed
 from sparseprefill.kernels import OfLayer
-from sparseprefill.mask.geometry import Geometry, kept_by_sizes, reachable_map, regrid
+from sparseprefill.mask.geometry import Geometry, kept_by_sizes, reachable_map, regrid, same_device
 from sparseprefill.mask.lists import IndexLists
-from sparseprefill.validate import WIDEST
+from sparseprefill.validate import LARGEST, WIDEST
 
 if TYPE_CHECKING:
     from sparseprefill.kernels.lists.maps import Rules
@@ -150,14 +150,9 @@ RULES: tuple[tuple[str, object, Callable[[Any], bool], str], ...] = (
     ("dense", None, _is_rows, "two numbers of query tiles, (first, behind), int32 [B, 2], or None"),
     ("stride", None, _is_stride, "a Stride(every from 1, state from 0 to 2^32 - 1), or None"),
     ("random", None, _is_random, "a Random(bound 1 to 2^32, state from 0 to 2^32 - 1), or None"),
-    ("first_head", 0, _is_count, "the number of a head, an integer from 0"),
+    ("first_head", 0, lambda x: _is_count(x, 0, LARGEST), "the number of a head, an integer from 0, below 2^31"),
 )
 """Fields of a `TileMap`, their defaults, what fits, and what to pass."""
-
-
-def _same(one: torch.device, other: torch.device) -> bool:
-    """True where these are one device; "cuda" without a number may be any of them."""
-    return one.type == other.type and (one.index == other.index or None in (one.index, other.index))
 
 
 @frozen(eq=False, kw_only=True)
@@ -190,7 +185,7 @@ class TileMap:
             if value is not usual and not fits(value):
                 raise MaskError(f"TileMap.{name} is {printed(value)}: pass {remedy}")
         if isinstance(self.dense, Tensor) and (
-            self.dense.shape[0] != self.geometry.batch or not _same(self.dense.device, self.geometry.device)
+            self.dense.shape[0] != self.geometry.batch or not same_device(self.dense.device, self.geometry.device)
         ):
             remedy = f"pass one range for each of {self.geometry.batch} batch rows, on {self.geometry.device}"
             raise MaskError(f"TileMap.dense is {printed(self.dense)} on {self.dense.device}: {remedy}")
@@ -200,6 +195,10 @@ class TileMap:
         (batch, heads, rows, columns), shape = wanted, tuple(self.keep.shape)
         if len(shape) != 4 or (shape[0], *shape[2:]) != (batch, rows, columns) or heads % shape[1]:
             raise MaskError(f"TileMap.keep has shape {shape}: pass [{batch}, {heads} or a divisor, {rows}, {columns}]")
+        if not same_device(self.keep.device, self.geometry.device):
+            raise MaskError(
+                f"TileMap.keep is on {self.keep.device}: move it to the call's device {self.geometry.device}"
+            )
         if self.keep.stride(1) == 0:  # heads that are views of one
             object.__setattr__(self, "keep", self.keep[:, :1])
 

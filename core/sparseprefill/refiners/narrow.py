@@ -7,11 +7,11 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from sparseprefill.call import AttentionCall
-from sparseprefill.errors import ParameterError
+from sparseprefill.errors import ParameterError, ScoresError
 from sparseprefill.mask.geometry import Geometry, diagonal_map, reachable_map
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.mask import SparseMask
-from sparseprefill.mask.priority import Priority
+from sparseprefill.mask.priority import Priority, asked, unfit
 from sparseprefill.mask.tile_map import TileMap
 from sparseprefill.plan import Plan
 
@@ -24,7 +24,8 @@ ENTRIES = 1 << 23
 def tile_worth(plan: Plan, call: AttentionCall, tile_q: int, tile_k: int) -> Tensor:
     """Finite scores broadcastable to ``[B, Hq, R, C]``: the estimator's, or the nearer to the diagonal the higher."""
     if plan.priority is not None:
-        return _finite(plan.priority.tile_scores(call, tile_q, tile_k))
+        sizes = call.geometry.map_shape(tile_q, tile_k)
+        return _finite(_scores(plan.priority, "tile_scores", sizes, call, tile_q, tile_k))
     first = torch.arange(call.geometry.tile_columns(tile_k), device=call.geometry.device) * tile_k
     return first.float()[None, None, None]
 
@@ -32,8 +33,22 @@ def tile_worth(plan: Plan, call: AttentionCall, tile_q: int, tile_k: int) -> Ten
 def column_worth(plan: Plan, call: AttentionCall, position: Tensor, heads: slice) -> Tensor:
     """Finite scores broadcastable to ``[B, h, n, Nkv]``, alike; see `Priority.column_scores` for the arguments."""
     if plan.priority is not None:
-        return _finite(plan.priority.column_scores(call, position, heads))
+        geometry = call.geometry
+        sizes = geometry.batch, len(range(geometry.heads)[heads]), position.shape[1], geometry.kv_len
+        return _finite(_scores(plan.priority, "column_scores", sizes, call, position, heads))
     return torch.arange(call.kv_len, device=call.geometry.device).float()[None, None, None]
+
+
+def _scores(
+    priority: Priority, verb: str, sizes: tuple[int, int, int, int], call: AttentionCall, *given: object
+) -> Tensor:
+    """The answer of a priority, which may be a stranger's; ScoresError for what it raises, and for what is none."""
+    name = f"{type(priority).__name__}.{verb}()"
+    found = asked(name, getattr(priority, verb), call, *given)
+    if why := unfit(name, found, call, sizes):
+        raise ScoresError(why)
+    scores: Tensor = found
+    return scores
 
 
 def _finite(scores: Tensor) -> Tensor:

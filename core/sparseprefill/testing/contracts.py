@@ -19,7 +19,7 @@ import torch
 from attrs import evolve, frozen
 
 from sparseprefill.call import AttentionCall
-from sparseprefill.errors import ParameterError, StageError, nearest, printed
+from sparseprefill.errors import MaskError, ParameterError, StageError, nearest, printed
 from sparseprefill.method import configured
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.registry import default_registry
@@ -69,6 +69,7 @@ LAWS: Mapping[str, Callable[[Trial], None]] = {
     "chunk invariance at the grain": laws.chunk_invariant,
     "parts by heads == whole": laws.parts_equal_the_whole,
     "memory is read only": laws.memory_is_read_only,
+    "what is given stays as it is": laws.nothing_is_written,
     "the tail sees every key": laws.tail_is_dense,
 }
 """Laws that every method keeps, by name; the functions say what each law holds."""
@@ -151,7 +152,7 @@ def _check(subject: Subject, tried: Mapping[str, Callable[[Trial], None]], optio
         for trial in trials:
             try:
                 law(trial.uncorrected if name in OF_THE_MASK else trial)
-            except (BreachError, StageError) as breach:
+            except (BreachError, MaskError, StageError) as breach:
                 message = f"{subject.name}: law '{name}' is broken on {describe(trial.call)}: {breach}"
                 raise AssertionError(message) from breach
             except NotApplicableError as reason:

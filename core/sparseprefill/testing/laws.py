@@ -15,7 +15,7 @@ from sparseprefill.call import AttentionCall
 from sparseprefill.errors import MaskError
 from sparseprefill.memory import Memory
 from sparseprefill.parts.split import parts
-from sparseprefill.plan import Result
+from sparseprefill.plan import Planned, Result
 from sparseprefill.testing.trial import BreachError, NotApplicableError, Trial, require
 from sparseprefill.testing.truth import attention
 from sparseprefill.testing.votes import computed
@@ -109,6 +109,44 @@ def memory_is_read_only(trial: Trial) -> None:
     else:
         trial.pipeline.run(trial.call, memory)
     require(len(memory) == 0, f"{len(memory)} values were put into memory: only observers do so")
+
+
+def nothing_is_written(trial: Trial) -> None:
+    """No stage writes to what it is given, by whatever way: the call's tensors, a plan's masks, output and LSE."""
+    pipeline, memory = trial.pipeline, Memory()
+    call = evolve(trial.call, **{name: getattr(trial.call, name).clone() for name in ("q", "k", "v")})
+    given = {name: getattr(call, name) for name in ("q", "k", "v", "sinks", "starts", "lengths", "prompt_lengths")}
+    before = {name: x.clone() for name, x in given.items() if isinstance(x, Tensor)}
+
+    def same(stage: str) -> None:
+        for name, x in before.items():
+            require(_equal(x, given[name]), f"{stage} wrote to {name}, which it was given")
+
+    plan, masks = evolve(pipeline, refiners=()).plan(call, memory), list[Tensor]()
+    same("the estimator")
+    for refiner in pipeline.refiners:
+        masks = [mask.to_dense() for mask in plan.masks]
+        after = refiner.refine(call, plan, memory)
+        same(type(refiner).__name__)
+        for kept, mask in zip(masks, plan.masks, strict=True):
+            require(
+                torch.equal(kept, mask.to_dense()), f"{type(refiner).__name__} wrote to the mask of the plan it got"
+            )
+        plan = after
+    masks = [mask.to_dense() for mask in plan.masks]
+    result = pipeline.executing.execute(call, plan)
+    same(type(pipeline.executor).__name__)
+    out, lse = result.out.clone(), result.lse.clone()
+    pipeline.finish(Planned(call, plan, memory), result)
+    same("the corrector or an observer")
+    for name, kept, found in (("out", out, result.out), ("lse", lse, result.lse)):
+        require(_equal(kept, found), f"the corrector or an observer wrote to {name}, which it was given")
+    for kept, mask in zip(masks, plan.masks, strict=True):
+        require(torch.equal(kept, mask.to_dense()), "the mask of the plan is another one after it was computed")
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return bool(torch.equal(one.nan_to_num(nan=1e30), other.nan_to_num(nan=1e30)))
 
 
 def tail_is_dense(trial: Trial) -> None:
