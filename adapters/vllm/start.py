@@ -59,9 +59,9 @@ def _path(given: Any) -> str:
 
 def _checking(making: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(making)
-    def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+    def make(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         check(vllm_config)
         making(self, vllm_config, *args, **kwargs)
 
-    setattr(__init__, MARK, True)
-    return __init__
+    setattr(make, MARK, True)
+    return make

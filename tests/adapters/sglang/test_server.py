@@ -187,6 +187,8 @@ def test_report_metrics_and_log(server: Server) -> None:
     assert {'mode="sparse"', 'mode="dense"'} == set(re.findall(r'mode="\w+"', str(chunks)))
     assert all('model_name="tiny"' in labels and float(count) > 0 for labels, count in chunks)
     assert "sparseprefill:recall_bucket" in metrics
+    (info,) = re.findall(r"^sparseprefill:info\{(.*)\} 1\.0$", metrics, flags=re.M)
+    assert {'gate="none"', 'method="streaming"', 'steps="256"'} < set(info.split(","))
     until = time.monotonic() + PATIENCE
     while not re.search(r"sparseprefill: prefill chunks of the last \d+ s: \d+ sparse, \d+ dense", server.log):
         assert time.monotonic() < until, server.log[-4000:]

@@ -19,6 +19,8 @@ from typing import Any
 
 import pytest
 
+import sparseprefill as sp
+
 from ..test_cli import invoke
 from . import engine, models
 from .engine import PATIENCE
@@ -119,7 +121,10 @@ def test_a_completion_with_the_plugin_on(server: Server) -> None:
         assert 1 == value(metrics, "prefill_chunks_total", **own, mode="sparse", worker="0")
     assert 600 == value(metrics, "prefill_tokens_total", method="streaming", mode="dense", model_name="tiny")
     asked = "the request asks for it (sparseprefill: off)"
-    assert 1 == value(metrics, "dense_chunks_total", profile="", reason=asked)
+    assert 1 == value(metrics, "dense_chunks_total", profile="", code="off", reason=asked)
+    for profile in ("", "all", "wide"):
+        assert 1 == value(metrics, "info", profile=profile, gate="none", version=sp.__version__)
+    assert 3 == value(metrics, "info"), "of one worker"
     assert [1, 1, 1] == [
         value(metrics, "prefill_calls_total", profile=profile, mode="sparse", layers="2")
         for profile in ("", "all", "wide")
