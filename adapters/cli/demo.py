@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -78,7 +79,7 @@ def demo(
     from sparseprefill.registry import default_registry
 
     from ..demo.exam import asker, make_exam, prompt_of
-    from ..evaluation.comparison import outcomes
+    from ..evaluation.comparison import counted, outcomes
     from ..evaluation.reading import Sizes
     from ..evaluation.texts import COPIES, LENGTH, share_of, with_copies
     from . import picture as pictures
@@ -104,7 +105,8 @@ def demo(
         loaded = None
         if tokens is None and slow:
             loaded = source.load()
-            tokens = _affordable(loaded, source.positions, len(compared) + 1)
+            with counted(loaded, partial(shown.doing, "a first prefill")):
+                tokens = _affordable(loaded, source.positions, len(compared) + 1)
             shown.finished(f"{tokens:,} tokens: as many as this CPU reads in about two minutes; --tokens reads more")
         tokens = tokens or min(TOKENS, source.positions or TOKENS)
         source.check_tokens(tokens)

@@ -24,15 +24,13 @@ REMEDIES: dict[Part, str] = {
     "tokenizer": "put the tokenizer's files into the folder (its save_pretrained writes them), or download them anew",
     "weights": "check that config.json and the weights are those of one model, or download both anew",
 }
-"""What helps where nothing better is known, by what was being read."""
+"""The remedy where nothing better is known, by what was being read."""
 NO_SENTENCE = (LookupError, AttributeError, TypeError, ArithmeticError)
 """Errors that say what is wrong with a line of code, and so need their class in front."""
 POINTER = b"version https://git-lfs"
 """Beginning of a file that stands in a clone in place of the weights."""
 NOT_WEIGHTS = ("SafetensorError", "UnpicklingError", "EOFError", "BadZipFile")
 """Classes of errors that a file of weights causes, by name: safetensors' own has no public base class."""
-
-
 Again = list[Callable[[], None]]
 """Says again, one by one, what was logged and warned of meanwhile."""
 
@@ -92,7 +90,7 @@ def _refusal(error: Exception, path: str | None, option: str, part: Part) -> str
 
 
 def _known(error: Exception, folder: Path | None, part: Part) -> str:
-    """What is wrong, and the remedy, where an error's own words say less; empty for any other."""
+    """The fault and its remedy, where an error's own words say less; empty for any other."""
     text = told(error)
     if "trust_remote_code" in text:
         return "it is code of its own (auto_map), which no command runs; pass a model that transformers itself has"
@@ -116,7 +114,7 @@ def _known(error: Exception, folder: Path | None, part: Part) -> str:
     if isinstance(error, ImportError):
         reason = _line(error)
         return reason if re.search(r"\binstall\b", reason) else f"{reason}; install what it needs"
-    if isinstance(error, ValueError) and (name := _unreadable(folder)):
+    if isinstance(error, json.JSONDecodeError) and (name := _unreadable(folder)):
         return f"its {name} is not JSON ({_reason(error)}); download that file anew"
     if part == "weights" and (type(error).__name__ in NOT_WEIGHTS or "PytorchStreamReader" in text):
         return _damaged(folder, error)
@@ -154,7 +152,7 @@ def _unreadable(folder: Path | None) -> str:
 
 
 def _damaged(folder: Path | None, error: Exception) -> str:
-    """Which file of weights cannot be read, and why."""
+    """The file of weights that cannot be read, and why."""
     from safetensors import safe_open
 
     name = ", ".join(one.name for one in _files(folder, "bin")) or "file of weights"

@@ -157,10 +157,10 @@ class Source:
             from transformers import AutoModelForCausalLM
 
             spread = {} if self.device_map is None else {"device_map": self.device_map}
-            found: Any
-            found, how = AutoModelForCausalLM.from_pretrained(
+            whole: Any = AutoModelForCausalLM.from_pretrained(
                 self.path, dtype=self.place.dtype, trust_remote_code=False, output_loading_info=True, **spread
             )
+            found, how = whole
             self._check_whole(found, sorted(how.get("missing_keys", ())))
             found = (found.to(self.place.device) if self.device_map is None else found).eval()
             from ..huggingface.dry_run import windows

@@ -38,9 +38,9 @@ class Asked:
     @classmethod
     def of(cls, found: Any) -> Asked:
         """A request in a record."""
-        place = (int(found[name]) for name in ("session", "turn", "question"))
+        session, turn, question = (int(found[name]) for name in ("session", "turn", "question"))
         answer = None if found["answer"] is None else Answer.of(found["answer"])
-        return cls(*place, str(found["kind"]), bool(found["right"]), answer, str(found["error"]))
+        return cls(session, turn, question, str(found["kind"]), bool(found["right"]), answer, str(found["error"]))
 
 
 @frozen

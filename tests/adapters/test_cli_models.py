@@ -25,7 +25,7 @@ from helpers.harness_tasks import need_harness
 
 from .test_cli import invoke, refused
 
-SIZES = {
+SIZES: dict[str, Any] = {
     **{"vocab_size": 2048, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
     **{"num_attention_heads": 4, "max_position_embeddings": 1024},
 }
@@ -43,8 +43,12 @@ def text(name: str, written: str | bytes) -> Change:
     return lambda at: (at / name).write_bytes(written if isinstance(written, bytes) else written.encode())
 
 
-def without(*patterns: str) -> Change:
-    return lambda at: [one.unlink() for pattern in patterns for one in at.glob(pattern)]
+def without(pattern: str) -> Change:
+    def changed(at: Path) -> None:
+        for one in at.glob(pattern):
+            one.unlink()
+
+    return changed
 
 
 def cut(name: str) -> Change:
@@ -167,7 +171,6 @@ def made(model: PreTrainedModel, at: Path, tokenizer: Any) -> Path:
     return at
 
 
-BERT = {**SIZES, "is_decoder": False}
 NOT_SERVED: dict[str, tuple[Callable[[], Any], str]] = {
     "mamba": (
         lambda: transformers.MambaForCausalLM(

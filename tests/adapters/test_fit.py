@@ -246,9 +246,9 @@ SMALL = (*TWO, "--set", "streaming.window=64", "--set", "streaming.sink=16", "--
 def test_restated_passages_are_within_the_tokens_that_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[Prompt] = []
 
-    def of(model: Any, prompt: Prompt, sizes: Sizes) -> Comparison:
+    def of(model: Any, prompt: Prompt, sizes: Sizes, **more: Any) -> Comparison:
         read.append(prompt)
-        return given(model, prompt, sizes)
+        return given(model, prompt, sizes, **more)
 
     given = Comparison.of
     monkeypatch.setattr(Comparison, "of", of)
