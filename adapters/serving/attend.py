@@ -12,7 +12,7 @@ from sparseprefill.errors import StageError, frameless
 from sparseprefill.pages import Pages
 from sparseprefill.plan import Result
 
-from ..session.codes import Code, Why
+from ..session.kinds import Code, Why
 from ..session.session import Fallback, Prefill
 from .failures import code_of, ends_engine, reason
 from .layer import Layer
