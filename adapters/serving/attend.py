@@ -11,7 +11,7 @@ from sparseprefill.call import AttentionCall
 from sparseprefill.errors import frameless
 from sparseprefill.pages import Pages
 
-from ..session.codes import Code, Why
+from ..session.kinds import Code, Why
 from ..session.ledger import Ran
 from ..session.repeat import LEFT, Repeat
 from ..session.session import Fallback, Outcome, Prefill

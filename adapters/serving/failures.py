@@ -9,7 +9,7 @@ import torch
 
 from sparseprefill.errors import UnsupportedCallError
 
-from ..session.codes import Code
+from ..session.kinds import Code
 
 ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 LONGEST = 300

@@ -87,7 +87,7 @@ class Options(Settings):
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """Where all pipelines come from: that for requests that ask for nothing first."""
+        """Sources of all pipelines: first of that for requests that ask for nothing."""
         return self.source, *self.profiles.values()
 
     def build(self, registry: Registry | None = None) -> Pipeline | Route:

@@ -42,7 +42,7 @@ class Mark:
         """Seconds to a later one, when both have passed."""
         if self.event is None or later.event is None:
             return later.seconds - self.seconds
-        return self.event.elapsed_time(later.event) / 1e3
+        return float(self.event.elapsed_time(later.event)) / 1e3
 
 
 @define(eq=False)

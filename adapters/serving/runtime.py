@@ -14,7 +14,7 @@ from sparseprefill.call import AttentionCall, resized
 from sparseprefill.errors import AttachError, ParameterError, SparsePrefillError
 from sparseprefill.route import Route
 
-from ..session.codes import Code, Why
+from ..session.kinds import Code, Why
 from ..session.report import Report
 from ..session.session import Prefill, Session
 from .failures import reason
@@ -124,8 +124,8 @@ class Runtime:
             begun = [chunk for chunk in self.chunks if chunk is not None]
             if begun:
                 timed = self.pace.begin(sum(row.end - row.start for row in rows), len(begun))
-                for chunk in begun:
-                    chunk.step = timed
+                for new in begun:
+                    new.step = timed
             if self.requests.finished > finished and log.isEnabledFor(logging.DEBUG):
                 self._tell()
         for chunk in self.chunks:

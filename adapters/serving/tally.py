@@ -15,8 +15,7 @@ from attrs import define, field, frozen
 from sparseprefill import __version__
 from sparseprefill.errors import numberless
 
-from ..session.codes import Code, Why
-from ..session.kinds import MOST, OTHERS
+from ..session.kinds import MOST, OTHERS, Code, Why
 from ..session.ledger import Ran
 from ..session.session import Session
 from ..session.watch import CallRecall
@@ -63,7 +62,8 @@ METRICS: dict[str, tuple[str, str, tuple[str, ...], tuple[float, ...]]] = {
 PREFIX = "sparseprefill:"
 NO_LAYER = Why(Code.LAYER, "no layer can run sparse")
 MERGED = {"Gauge": {"multiprocess_mode": "max"}}
-"""How processes of a server share a metric of a kind: else prometheus_client tells them apart by a label of its own."""
+"""Further arguments by kind: prometheus_client tells processes apart by a label of its own where it is not told to
+take them together."""
 log = logging.getLogger(__name__)
 
 

@@ -1,4 +1,5 @@
 """Texts with counts, by kind: of two that differ in their numbers alone, one line is kept, and how far the numbers go.
+And codes of reasons, which are few, and the same for good, where the texts are sentences.
 
 A server, or a notebook that runs for days, meets as many lengths and positions as there are; what it says of them must
 not grow with that.
@@ -7,14 +8,40 @@ not grow with that.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from enum import StrEnum
 
-from attrs import define, field
+from attrs import define, field, frozen
 
 from sparseprefill.errors import NUMBER
 
 MOST = 200
 """Kinds that are kept; texts of a third party may differ in any way."""
 OTHERS = f"texts of other kinds, beyond the first {MOST}"
+
+
+class Code(StrEnum):
+    """Reasons for which a call, or a prompt's chunk, ran dense; docs/vllm-operate.md says what each means."""
+
+    SHORT = "short"
+    OFF = "off"
+    NO_PROFILE = "no_profile"
+    UNKNOWN = "unknown"
+    GATE = "gate"
+    PROFILE = "profile"
+    LAYERS = "layers"
+    LAYER = "layer"
+    REQUEST = "request"
+    UNSUPPORTED = "unsupported"
+    MEMORY = "memory"
+    ERROR = "error"
+
+
+@frozen
+class Why:
+    """Reason for which a call ran dense. code: for panels. text: in words, for people."""
+
+    code: Code
+    text: str
 
 
 @define(eq=False)

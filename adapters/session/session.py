@@ -23,8 +23,7 @@ from sparseprefill.pipeline import SHARE, Pipeline
 from sparseprefill.plan import Kernel, Plan, Planned, Result
 from sparseprefill.route import Route, gated
 
-from .codes import Code, Why
-from .kinds import MOST, Kinds
+from .kinds import MOST, Code, Kinds, Why
 from .ledger import LayerRecord, Ran, Room
 from .options import HostOptions
 from .prospects import NOT_CHOSEN, prospects

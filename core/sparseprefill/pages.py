@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparseprefill import kernels
 from sparseprefill.errors import InvalidCallError, printed
-from sparseprefill.kernels import apart
+from sparseprefill.kernels import RECORDING, apart
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """To compute in."""
@@ -205,8 +205,13 @@ def _outside(numbers: Tensor, behind: int) -> str:
     """The least and the largest of some numbers, where one is not from 0 to less than `behind`; CPU alone."""
     if numbers.device.type != "cpu" or numbers.numel() == 0:
         return ""
-    low, high = apart(lambda: [int(one) for one in torch.aminmax(numbers)])
+    low, high = _span(numbers) if RECORDING.get() is None else apart(_span, numbers)
     return "" if low >= 0 and high < behind else f"of numbers from {low} to {high}"
+
+
+def _span(numbers: Tensor) -> tuple[int, int]:
+    low, high = torch.aminmax(numbers)
+    return int(low), int(high)
 
 
 def _check_cache(pages: Pages) -> None:

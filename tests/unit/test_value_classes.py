@@ -93,7 +93,7 @@ KINDS = (
         values._Norms,
     ),
     *(Planned, Skipped, Guard, watch._Kept, watch._Coming, watch.RecallWatch, ledger.Room),
-    session._Begun,
+    session._Waiting,
 )
 
 

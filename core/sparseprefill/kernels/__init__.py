@@ -6,18 +6,30 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from functools import cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from sparseprefill.kernels.recording import Recording
-
 P = ParamSpec("P")
 T = TypeVar("T")
-RECORDING: ContextVar[Recording | None] = ContextVar("recording", default=None)
-"""The recording of a layer's launches that this thread makes, if it does: see `recording`."""
+
+
+class Watcher(Protocol):
+    """A recording of a layer's launches: see `recording`."""
+
+    def launched(
+        self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any], made: Any
+    ) -> None:
+        """A kernel was launched. made: the compiled kernel, where Triton says."""
+
+    def refuse(self, why: str) -> None:
+        """What runs now cannot be repeated."""
+
+
+RECORDING: ContextVar[Watcher | None] = ContextVar("recording", default=None)
+"""The recording that this thread makes, if it does."""
 WIDEST = 256
 """Largest head dimension of kernels that look at single query rows."""
 

@@ -20,6 +20,8 @@ from sparseprefill.adapters.serving.layer import Layer
 from sparseprefill.adapters.serving.model import Model
 from sparseprefill.adapters.serving.parts import Part
 from sparseprefill.adapters.serving.requests import Row
+from sparseprefill.adapters.serving.summary import Summary
+from sparseprefill.adapters.session.kinds import Why
 from sparseprefill.adapters.session.session import Prefill
 from sparseprefill.adapters.vllm.options import parse
 from sparseprefill.adapters.vllm.runtime import Runtime
@@ -90,9 +92,11 @@ class Narrow:
 class Counts:
     """In the place of the metrics, whose library comes with vLLM."""
 
-    def fallback(self, layer: int, reason: str) -> None:
+    summary = Summary()
+
+    def fallback(self, layer: int, why: Why) -> None:
         assert 0 == layer
-        assert reason
+        assert why.text
 
 
 def runtime(pipeline: sp.Pipeline, counts: Any = None, **options: Any) -> Runtime:

@@ -14,6 +14,8 @@ from sparseprefill.adapters.serving.attend import run
 from sparseprefill.adapters.serving.layer import Layer
 from sparseprefill.adapters.serving.parts import Part
 from sparseprefill.adapters.serving.requests import Requests, Row
+from sparseprefill.adapters.serving.summary import Summary
+from sparseprefill.adapters.session.kinds import Why
 from sparseprefill.adapters.session.prospects import NOT_CHOSEN
 from sparseprefill.adapters.session.session import Prefill
 
@@ -42,11 +44,16 @@ class Gate:
 class Reasons:
     """In the place of the metrics, whose library comes with vLLM."""
 
+    summary = Summary()
+
     def __init__(self) -> None:
         self.found: list[tuple[int, str]] = []
 
-    def fallback(self, layer: int, reason: str) -> None:
-        self.found.append((layer, reason))
+    def fallback(self, layer: int, why: Why) -> None:
+        self.found.append((layer, why.text))
+
+    def inform(self, steps: int) -> None:
+        assert steps >= 0
 
 
 class Step:

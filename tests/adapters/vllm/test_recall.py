@@ -20,7 +20,7 @@ from sparseprefill.adapters.serving.runtime import NOT_COUNTED
 from sparseprefill.adapters.serving.tally import DENSITIES, OWNER, RECALLS, ROW_RECALLS, Owner, Tally
 from sparseprefill.adapters.session import ledger
 from sparseprefill.adapters.session import session as sessions
-from sparseprefill.adapters.session.codes import Code, Why
+from sparseprefill.adapters.session.kinds import Code, Why
 from sparseprefill.adapters.session.session import Prefill
 from sparseprefill.adapters.session.watch import CallRecall
 from sparseprefill.adapters.vllm import runtime as module

@@ -24,8 +24,7 @@ from sparseprefill.adapters.serving.runtime import NO_PROFILE
 from sparseprefill.adapters.serving.summary import MOST_WAITING, Kind, Summary, every
 from sparseprefill.adapters.serving.tally import METRICS, OWNER, PREFIX, Served, Tally
 from sparseprefill.adapters.serving.tally import Owner as Whose
-from sparseprefill.adapters.session.codes import Code, Why
-from sparseprefill.adapters.session.kinds import MOST
+from sparseprefill.adapters.session.kinds import MOST, Code, Why
 from sparseprefill.adapters.session.options import HostOptions
 from sparseprefill.adapters.session.session import Session
 from sparseprefill.adapters.vllm.plan import plan

@@ -442,8 +442,15 @@ class Registry:
             "vllm.v1.engine.input_processor": SimpleNamespace(InputProcessor=type("InputProcessor", (Taker,), {})),
             "vllm.v1.request": SimpleNamespace(Request=type("Request", (Made,), {})),
             "vllm.v1.engine.core": SimpleNamespace(EngineCore=type("EngineCore", (Core,), {})),
+            "vllm.v1.executor.abstract": SimpleNamespace(Executor=type("Executor", (), {"__init__": lambda *_: None})),
         }
-        for name in ("vllm.v1", "vllm.v1.engine", "vllm.v1.attention", "vllm.v1.attention.backends"):
+        for name in (
+            "vllm.v1",
+            "vllm.v1.executor",
+            "vllm.v1.engine",
+            "vllm.v1.attention",
+            "vllm.v1.attention.backends",
+        ):
             modules[name] = SimpleNamespace()
         for name, module in modules.items():
             monkeypatch.setitem(sys.modules, name, module)
@@ -554,6 +561,17 @@ def test_a_vllm_that_takes_requests_otherwise_is_said_to(
     assert "may mix up what requests ask for: this vLLM does not take requests through EngineCore.prep" in mixed
     assert "run dense instead of being refused: this vLLM does not take requests through" in unseen
     assert "cannot tell apart what requests ask for: this vLLM does not make requests by Request.from_engine" in shared
+
+
+def test_a_vllm_that_makes_engines_otherwise_is_said_to(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    Registry(monkeypatch, "0.32.0")
+    monkeypatch.setitem(sys.modules, "vllm.v1.executor.abstract", SimpleNamespace())
+    with caplog.at_level(logging.WARNING):
+        register()
+    (said,) = (one.message for one in caplog.records)
+    assert "options are not read where the model has no layer for the backend: cannot import" in said
 
 
 def asking(**extra: Any) -> Any:

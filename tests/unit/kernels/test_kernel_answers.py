@@ -215,7 +215,7 @@ def test_who_voted_is_told_where_steps_may_be_left_out(monkeypatch: pytest.Monke
         (torch.zeros(1), r"a Tensor of torch.float32 \(1,\)"),
         (coroutine, "a coroutine"),
     ],
-    ids=str,
+    ids=lambda one: type(one).__name__,
 )
 def test_an_objection_that_is_no_reason_leaves_the_kernel_out(
     answer: Any, shown: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -227,7 +227,7 @@ def test_an_objection_that_is_no_reason_leaves_the_kernel_out(
     assert 0 == mine.launches
 
 
-@pytest.mark.parametrize("answer", [None, "yes", 1, np.True_, torch.tensor(True)], ids=str)
+@pytest.mark.parametrize("answer", [None, "yes", 1, np.True_, torch.tensor(True)], ids=lambda one: type(one).__name__)
 def test_whether_pages_are_copied_is_true_or_false(
     answer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -317,7 +317,7 @@ RECORDS: list[tuple[type, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(
-    ("kind", "fields", "words"), RECORDS, ids=lambda one: str(one) if isinstance(one, dict) else ""
+    ("kind", "fields", "words"), RECORDS, ids=lambda one: " ".join(one) if isinstance(one, dict) else ""
 )
 def test_a_record_is_looked_at_when_it_is_made(kind: type, fields: dict[str, Any], words: str) -> None:
     needed = {"name": "mine", "rank": 20, "launch": filled} if kind is Family else {}
@@ -332,7 +332,11 @@ def test_ranks_are_the_records_own() -> None:
     assert {(9, 0): 10} == mine.rank
 
 
-@pytest.mark.parametrize("answer", [None, "mine", {"mine": Mine(None).family}, [[Mine(None).family]], Family], ids=str)
+@pytest.mark.parametrize(
+    "answer",
+    [None, "mine", {"mine": Mine(None).family}, [[Mine(None).family]], Family],
+    ids=lambda one: type(one).__name__,
+)
 def test_a_hook_that_gives_no_records_is_named(answer: Any) -> None:
     class Plugin:
         @sp.hookimpl
@@ -385,7 +389,7 @@ def test_a_check_finds_wrong_answers(name: str) -> None:
         check_kernel(Family(**made), device="cpu")
 
 
-@pytest.mark.parametrize("given", [7, None, Family], ids=str)
+@pytest.mark.parametrize("given", [7, None, Family], ids=lambda one: type(one).__name__)
 def test_a_check_of_what_is_no_kernel_says_so(given: Any) -> None:
     with pytest.raises(ParameterError, match=r"kernel is .*: pass a Family, or the name of a registered one"):
         check_kernel(given)
