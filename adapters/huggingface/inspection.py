@@ -195,7 +195,7 @@ def _patched(function: FunctionType) -> Iterator[str]:
 
 
 def _odd(value: Any, depth: int) -> Iterator[str]:
-    """The names of functions that neither transformers nor torch nor Python brings, in a function and what it closes over.
+    """The names of functions that neither transformers, torch nor Python brings, in one and what it closes over.
 
     Classes, modules and whatever cannot be called are no functions.
     """
