@@ -20,10 +20,9 @@ from sparseprefill.errors import InvalidCallError
 
 from ..session.repeat import LEFT, Repeat
 from ..session.session import Fallback
-from .around import surroundings, without_numbers
-from .compiling import eagerly, refuse_one_graph
+from .compiling import eagerly, refuse_one_graph, surroundings, unusual
+from .inspection import foreign
 from .masks import CUSTOM, Compact, LazyMask, Order, classify, stock
-from .own import foreign
 from .state import Attachment, Forward, Original, adopt, is_stock, owner_of, serving, sharing
 from .switch import LOCK, name_of
 
@@ -237,10 +236,10 @@ def _objection(
     kwargs: dict[str, Any],
 ) -> str | None:
     """A wish of the host that no pipeline meets; None if there is none. Reads no value on the device."""
-    if reason := surroundings() or without_numbers(query, key, value):
-        return reason
+    if odd := unusual(query, key, value):
+        return odd
     kind = type(module)
-    if kind not in forward.foreign:  # once for a forward: somebody may put a function there at any time
+    if kind not in forward.foreign:  # else told as the forward began
         forward.foreign[kind] = original.foreign(module)
     if name := forward.foreign[kind]:
         return OWN.format(what="attention", name=name)

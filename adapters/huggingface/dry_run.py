@@ -27,8 +27,8 @@ from sparseprefill.route import Route
 from ..session.options import HostOptions
 from ..session.report import Report
 from ..session.session import Session
-from .around import META, surroundings
 from .attention import autocast_type
+from .compiling import META, surroundings
 from .handle import Handle
 from .inspection import allowed_ids, asks, configurations, find_decoder, input_device, trained_length
 
@@ -233,9 +233,10 @@ def _far_cache(model: torch.nn.Module, decoder: PreTrainedModel) -> DynamicCache
         return None
     decoder(input_ids=ids, past_key_values=cache, use_cache=True)
     for layer in cache.layers:
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+        if not isinstance(layer, DynamicLayer) or type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             return None
-        keys, values = (x.repeat(1, 1, times, 1) for x in (layer.keys, layer.values))
+        held: tuple[Any, Any] = layer.keys, layer.values
+        keys, values = (x.repeat(1, 1, times, 1) for x in held)
         if isinstance(layer, DynamicSlidingWindowLayer):
             layer.cumulative_length *= times
             keys, values = (x[:, :, max(0, x.shape[2] - layer.sliding_window + 1) :] for x in (keys, values))

@@ -10,13 +10,11 @@ from attrs import define
 from transformers import Cache
 
 from ..session.session import Prefill
-from .around import EXPORT, surroundings
 from .attention import GRADIENT, TRAINING, WEIGHTS
-from .caches import Requests, is_steady, past_length
-from .compiling import eagerly, refuse_one_graph
+from .compiling import EXPORT, eagerly, refuse_one_graph, surroundings
 from .drafts import drafted
 from .inspection import asks, cache_of
-from .state import Attachment, Forward, owner_of
+from .state import Attachment, Forward, Requests, is_steady, owner_of, past_length
 
 UNREACHED = (
     "did not reach the method in a forward in which others did: its module was replaced by one with a configuration or "
@@ -133,7 +131,10 @@ def _open(attached: Attachment, requests: Requests, module: torch.nn.Module, nam
     read = None if attached.reader is None or draft else attached.reader.rows()
     end = past + rows - draft if len(sizes) == 2 else None
     dense = _objection(attached, module, named)
-    attached.enter(Forward(attached, prefill, cache, dense, draft=draft, end=end, read=read))
+    forward = Forward(attached, prefill, cache, dense, draft=draft, end=end, read=read)
+    if dense is None:  # once for a forward: somebody may put a function there at any time
+        forward.foreign = attached.foreign()
+    attached.enter(forward)
 
 
 @eagerly

@@ -1,15 +1,24 @@
-"""Conditions for a model to be attached, told by looking at it."""
+"""Conditions for a model to be attached, told by looking at it; and whose functions it runs.
+
+A user's own attention may differ from plain attention anywhere, such as behind the longest text that a dry run could
+try, so nothing but transformers' own is replaced. It is told by where a function's code and its names come from, not by
+its name: `functools.wraps` copies that, and `AttentionInterface.register` takes any.
+"""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
+import sys
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
+from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -20,6 +29,13 @@ BY_NAME = re.compile(r"_attn_implementation\s*(?:(?:not\s+)?in\s*[(\[{]|[=!]=\s*
 
 CACHE = ("cache", "past_key_values")
 """Names under which a forward takes its cache and gives it back, the newest of transformers first."""
+
+HOME = "transformers"
+KNOWN = frozenset({HOME, "torch", "builtins", *sys.stdlib_module_names} - {"__main__"})
+PLACES = (torch, functional)
+"""Modules whose functions an attention function calls as attributes, and that people patch."""
+DEEPEST = 8
+"""Functions within functions; transformers nests two or three."""
 
 READING = threading.Lock()
 """Held while a class is looked up in its source: Python 3.11 parses that, and fails where two threads do so at once."""
@@ -156,3 +172,78 @@ def input_device(decoder: PreTrainedModel) -> torch.device | str | int:
     devices = (getattr(one, "execution_device", None) for one in each)
     found: torch.device | str | int = next((device for device in devices if device is not None), weights)
     return found
+
+
+def foreign(function: Any) -> str:
+    """The name of what is not transformers' own in a function: itself, what it wraps, or what it calls by name.
+
+    Empty where all is.
+    """
+    if odd := next(_odd(function, 0), ""):
+        return odd
+    inner = inspect.unwrap(function) if isinstance(function, FunctionType) else function
+    if isinstance(inner, FunctionType) and _root(inner) == HOME:
+        return next(_patched(inner), "")
+    return _name(inner)
+
+
+def _patched(function: FunctionType) -> Iterator[str]:
+    """The functions of others that a function meets under names of its file, or under torch's."""
+    for name in function.__code__.co_names:
+        for value in (function.__globals__.get(name), *(vars(place).get(name) for place in PLACES)):
+            yield from _odd(value, 0)
+
+
+def _odd(value: Any, depth: int) -> Iterator[str]:
+    """The names of functions that neither transformers, torch nor Python brings, in one and what it closes over.
+
+    Classes, modules and whatever cannot be called are no functions.
+    """
+    if not callable(value) or isinstance(value, type) or depth > DEEPEST:
+        return
+    if isinstance(value, functools.partial):
+        yield from _odd(value.func, depth + 1)
+        if depth == 0:
+            yield _name(value)
+        return
+    if isinstance(value, MethodType):
+        value = value.__func__
+    if _root(value) not in KNOWN:
+        yield _name(value)
+    elif isinstance(value, FunctionType):
+        for part in _closed_over(value):
+            yield from _odd(part, depth + 1)
+
+
+def _closed_over(function: FunctionType) -> Iterator[Any]:
+    """The values that a function closes over, those in lists one by one; and what a decorator says it wraps."""
+    for cell in function.__closure__ or ():
+        try:
+            held = cell.cell_contents
+        except ValueError:  # not filled yet
+            continue
+        yield from held if isinstance(held, tuple | list) else (held,)
+    if (wrapped := getattr(function, "__wrapped__", None)) is not None:
+        yield wrapped
+
+
+def _root(value: Any) -> str:
+    """The package that a function comes from; empty where its code is from elsewhere than its names."""
+    if not isinstance(value, FunctionType):
+        said = value.__module__ if isinstance(value, BuiltinFunctionType) else type(value).__module__
+        return "builtins" if said is None else str(said).partition(".")[0]
+    module = str(value.__globals__.get("__name__", ""))
+    root = module.partition(".")[0]
+    if root != HOME:
+        return root
+    # A pickled or compiled file may lie elsewhere; the end of its path is that of the module.
+    path, inside = value.__code__.co_filename.replace("\\", "/"), module.replace(".", "/")
+    here = getattr(sys.modules.get(module), "__dict__", None) is value.__globals__
+    return root if here and path.endswith((f"{inside}.py", f"{inside}/__init__.py")) else ""
+
+
+def _name(value: Any) -> str:
+    if isinstance(value, functools.partial):
+        return f"functools.partial of {_name(value.func)}"
+    name = getattr(value, "__qualname__", None) or type(value).__qualname__
+    return f"{getattr(value, '__module__', None) or type(value).__module__}.{name}"

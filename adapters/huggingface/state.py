@@ -21,7 +21,10 @@ from typing import Any
 
 import torch
 from attrs import define, field, frozen
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import QuantizedLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -29,12 +32,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..session.kinds import Kinds
 from ..session.repeat import Repeat
 from ..session.session import Fallback, Prefill, Session
-from .inspection import configurations, trained_length
+from .inspection import configurations, foreign, trained_length
 from .masks import Compact, MaskFunction
-from .own import foreign
 from .switch import LOCK, Switch, named_before
 from .unread import Reader
 
+Print = tuple[tuple[Any, ...], ...]
+"""Facts of a cache's tensors that change with whatever is done to them."""
 log = logging.getLogger(__name__)
 _current: ContextVar[Forward | None] = ContextVar("sparseprefill_forward", default=None)
 _bound: tuple[weakref.ref[Attachment], ...] = ()  # replaced as a whole, so that it may be read without the lock
@@ -65,8 +69,11 @@ class Original:
         return self.attention(module) is not sdpa_attention_forward
 
     def foreign(self, module: torch.nn.Module) -> str:
-        """Name of what is not transformers' own in its attention function for this module; empty where all is."""
-        return foreign(self.attention(module))
+        """The name of what is not transformers' own in its attention function for this module; empty where all is."""
+        try:
+            return foreign(self.attention(module))
+        except KeyError:  # none: the module calls no attention
+            return ""
 
     def mask(self) -> MaskFunction | None:
         """Its mask function; None for an implementation that takes no mask."""
@@ -188,6 +195,12 @@ class Attachment:
         """True if a layer that did not call is there as it was at attaching, or was taken out: so it did not run."""
         decoder, places = self.decoder, self._places.get(layer, [])
         return decoder is not None and bool(places) and all(place.is_untouched(decoder, self.name) for place in places)
+
+    def foreign(self) -> dict[type, str]:
+        """The names of what is not transformers' own in the attention function, by the layers' classes."""
+        known = (place.module() for places in self._places.values() for place in places)
+        kinds = {type(module): module for module in known if module is not None}
+        return {kind: self.original.foreign(module) for kind, module in kinds.items()}
 
     def take(self, module: torch.nn.Module) -> None:
         """The decoder got the module after it was attached."""
@@ -389,3 +402,119 @@ def _frames(decoder: torch.nn.Module | None) -> Iterator[int]:
 
 def _runs(frame: FrameType, decoder: torch.nn.Module | None) -> bool:
     return frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is decoder
+
+
+@frozen(eq=False)
+class Progress:
+    """Progress of a cache's prefill: what it remembers, the token `end` at which the next chunk starts, and what the
+    cache held then."""
+
+    prefill: Prefill = field(factory=Prefill)
+    end: int = 0
+    left: Print = ()
+
+
+class Requests:
+    """Prefills in progress, by cache. Entries vanish with their cache, or when it decodes.
+
+    What a prefill remembers is true of the keys that it was made of. So a chunk goes on with its cache's prefill only
+    where the cache is what the last chunk left: the same tensors, at the same place, and nobody wrote into them since.
+
+    By identity: caches may compare as equal, or have no hash. One that cannot be referred to weakly is not remembered.
+    """
+
+    def __init__(self) -> None:
+        self._caches: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._lock = threading.Lock()
+
+    def advance(self, cache: Any, past: int) -> tuple[Prefill, bool]:
+        """The prefill of a forward behind `past` tokens of a cache; whether it goes on with an earlier chunk.
+
+        It does only where the cache is as the last chunk left it. After decoding, cropping, a reset, other batch rows
+        or anything else that was done to it a new one begins.
+        """
+        with self._lock:
+            # `get` would refuse what cannot be referred to weakly.
+            before: Progress | None = self._caches[cache] if cache in self._caches else None  # noqa: SIM401
+        if before is None or before.end != past or past <= 0 or not _same(before.left, tensors_of(cache)):
+            return Prefill(), False
+        return before.prefill, True
+
+    def keep(self, cache: Any, prefill: Prefill, end: int) -> None:
+        """Remember where this cache's prefill stands, and what the cache holds there."""
+        try:
+            made = Progress(prefill, end, fingerprint(cache))
+            with self._lock:
+                self._caches[cache] = made
+        except TypeError:  # a tuple, or an object without weak references
+            return
+
+    def drop(self, cache: Any) -> None:
+        """The cache decodes: its prefill is over."""
+        with self._lock:
+            if cache in self._caches:
+                del self._caches[cache]
+
+    def __len__(self) -> int:
+        return len(self._caches)
+
+
+def tensors_of(cache: Any) -> Iterator[Tensor]:
+    """The tensors of a cache, layer by layer, in an order of their own."""
+    layers = getattr(cache, "layers", None)
+    for holder in layers if isinstance(layers, list | tuple) else (cache,):
+        for value in getattr(holder, "__dict__", {}).values():
+            yield from _tensors(value)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(one)
+
+
+def fingerprint(cache: Any) -> Print:
+    """The facts of the cache's tensors: their identity, held weakly, and what a write or another storage changes.
+
+    Inference tensors count no writes: see `is_steady`.
+    """
+    return tuple((weakref.ref(x), *_facts(x)) for x in tensors_of(cache))
+
+
+def _facts(x: Tensor) -> tuple[Any, ...]:
+    return None if x.is_inference() else x._version, x.data_ptr(), x.shape, x.stride()
+
+
+def _same(left: Print, tensors: Iterator[Tensor]) -> bool:
+    """True if these are the tensors that were left, as they were; False where there are none to tell by."""
+    now = list(tensors)
+    if not now or len(now) != len(left):
+        return False
+    return all(ref() is x and tuple(facts) == _facts(x) for (ref, *facts), x in zip(left, now, strict=True))
+
+
+def past_length(cache: Any) -> int:
+    """Tokens the cache holds already; 0 for none and for caches that cannot tell (linear attention only)."""
+    if cache is None:
+        return 0
+    try:
+        return int(cache.get_seq_length())
+    except (AttributeError, ValueError, TypeError, RuntimeError):
+        return 0
+
+
+def is_steady(cache: Any) -> bool:
+    """True if statistics of the cache's keys and values may be kept: it gives them back as it got them, and tells
+    whether somebody wrote to them meanwhile.
+
+    Transformers' own do, unless they quantize, or were made under `torch.inference_mode`.
+    """
+    layers = getattr(cache, "layers", None)
+    if not isinstance(layers, list):
+        return False
+    ours = (type(layer).__module__ == QuantizedLayer.__module__ for layer in layers)
+    if not all(ours) or any(isinstance(layer, QuantizedLayer) for layer in layers):
+        return False
+    return not any(x.is_inference() for x in tensors_of(cache))

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from sparseprefill.call import AttentionCall
 from sparseprefill.kernels.family.record import Family, Features, Job, Launched, Wanted, square
+from sparseprefill.mask.geometry import in_a_mode
 from sparseprefill.mask.mask import SparseMask
 
 from .common import keep, missing, rows_reach_the_end
@@ -32,6 +33,8 @@ def objection(call: AttentionCall, mask: SparseMask, wanted: Wanted) -> str | No
     reason = missing("flashinfer", "flashinfer") or rows_reach_the_end(call)
     if reason is not None:
         return reason
+    if in_a_mode():  # its plans and buffers outlive the call
+        return "a mode or a transform of torch"
     if call.q.shape[0] > 1:
         return "several batch rows"
     if mask.tile_q != mask.tile_k:

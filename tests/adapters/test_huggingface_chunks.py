@@ -13,8 +13,8 @@ import attrs
 import pytest
 import torch
 from sparseprefill.adapters.huggingface import attach
-from sparseprefill.adapters.huggingface.caches import Requests, is_steady
 from sparseprefill.adapters.huggingface.inspection import cache_of
+from sparseprefill.adapters.huggingface.state import Requests, is_steady, tensors_of
 from sparseprefill.adapters.session.session import Prefill
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, QuantoQuantizedLayer
@@ -254,7 +254,7 @@ def test_a_cache_that_was_changed_is_that_of_another_prefill(change: Any) -> Non
         assert [(0, 0, 1), (1, 0, 2), (0, 32, 3), (1, 32, 4)] == diary.seen
         change(cache)
         fresh = copy.deepcopy(cache)
-        rows = ids[:1].expand(cache.layers[0].keys.shape[0], -1)
+        rows = ids[:1].expand(next(tensors_of(cache)).shape[0], -1)
         expected = model(rows[:, 64:], past_key_values=fresh).logits
         actual = model(rows[:, 64:], past_key_values=cache).logits
     assert [(0, 64, 1), (1, 64, 2)] * 2 == diary.seen[4:]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from sparseprefill.adapters.huggingface import attach
-from sparseprefill.adapters.huggingface.own import foreign
+from sparseprefill.adapters.huggingface.inspection import foreign
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -108,7 +108,7 @@ def _code(patch: pytest.MonkeyPatch) -> None:
     inner = FunctionType(same.__code__, same.__globals__, None, same.__defaults__, same.__closure__)
 
     def attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *_: Any, **more: Any) -> Any:
-        from test_own_code import inner, keep
+        from test_own_code import inner, keep  # type: ignore[import-not-found]
 
         return inner(module, query, key, value, keep(query.shape[2], key.shape[2]), **more)
 
@@ -234,7 +234,7 @@ def test_the_dry_run_reaches_far_behind_its_own_tokens(monkeypatch: pytest.Monke
     usual = modeling_llama.LlamaAttention.forward
 
     def forward(self: Any, hidden_states: Any, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
-        found, weights = usual(self, hidden_states, *args, past_key_values=past_key_values, **kwargs)
+        found, weights = usual(self, hidden_states, *args, **{**kwargs, "past_key_values": past_key_values})
         if past_key_values is not None and past_key_values.get_seq_length() > 1000 and not _ours(self):
             found = found * 2
         return found, weights

@@ -85,6 +85,9 @@ Function = Callable[[Tensor], Tensor]
 class Counting(TorchDispatchMode):
     """Sees every operation."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 

@@ -393,6 +393,7 @@ TRANSFORMS: dict[str, Callable[[Callable[[], Any]], Any]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr")  # torch's, of what it folds in `linearize`
 @pytest.mark.parametrize("within", TRANSFORMS.values(), ids=TRANSFORMS)
 @pytest.mark.parametrize("name", sorted(SCOPES.values()))
 def test_a_call_within_a_transform_leaves_nothing_behind(name: str, within: Callable[[Callable[[], Any]], Any]) -> None:
