@@ -13,6 +13,7 @@ from sparseprefill.pages import Pages
 
 from ..session.kinds import Code, Why
 from ..session.ledger import Ran
+from ..session.prospects import NOT_CHOSEN
 from ..session.repeat import LEFT, Repeat
 from ..session.session import Fallback, Outcome, Prefill
 from .failures import code_of, ends_engine, reason
@@ -48,29 +49,27 @@ def run(
     by itself. What a layer came to is repeated in those after it (`Known`).
     No reason to stay dense is an error, nor is what a stage, a gate or a plugin raises; only a lost device is.
     """
-    if layer.reason is not None:
+    chosen = runtime.session.layers
+    if layer.reason is not None or (chosen is not None and layer.index not in chosen):
         for part in parts:
-            decline(runtime, layer, part, layer.reason)
+            decline(runtime, layer, part, layer.reason or NOT_CHOSEN)
         return False
-    kind = runtime.kind(layer)
-    known = parts.known.get(kind)
-    if known is None or not all(one.repeat.fits(slots) for one in known.repeated):
-        known = _asked(runtime, layer, parts, query, output, slots, read, stock, slow)
-        if known is not None:
-            parts.known[kind] = known
-        return True
-    for one in known.repeated:
-        if not _repeat(layer, one, slots):
-            del parts.known[kind]
-            _asked(runtime, layer, one.parts, query, output, (), read, stock, slow)
+    known = parts.known.setdefault(runtime.kind(layer), Known())
+    open_parts = known.others(parts)
+    for one in tuple(known.repeated):
+        if not (one.repeat.fits(slots) and _repeat(layer, one, slots)):
+            known.repeated.remove(one)
+            open_parts += one.parts
     for part, left in known.left:
         if left is not None and part.row is not None:
             served, shape = part.served or runtime.main, (1, part.end - part.begin, part.row.end)
             _count(served, layer, part, served.session.again(layer.index, left, shape).why)
-    if not known.repeated:
+    if not known.repeated and not open_parts:
         return False
     for part, _ in known.left:
         stock(part, query[part.begin : part.end], output[part.begin : part.end])
+    if open_parts:
+        _ask(runtime, layer, open_parts, known, query, output, slots, read, stock, slow)
     return True
 
 
@@ -89,29 +88,26 @@ def _repeat(layer: Layer, one: Repeated, slots: Sequence[Tensor]) -> bool:
     return True
 
 
-def _asked(
+def _ask(
     runtime: Runtime,
     layer: Layer,
     parts: Sequence[Part],
+    known: Known,
     query: Tensor,
     output: Tensor,
     slots: Sequence[Tensor],
     read: Read,
     stock: Stock,
     slow: bool,
-) -> Known | None:
-    """Fill the output of parts with everything asked; what it came to for the layers after this, None where they have
-    to ask again."""
+) -> None:
+    """Fill the output of parts of which nothing is known; `known` gets what they come to."""
     waiting: list[tuple[Part, AttentionCall, Tensor]] = []
-    known: Known | None = Known()
 
     def settle() -> None:
-        nonlocal known
-        for part, outcome in _outcomes(runtime, layer, waiting, slots, known, slow):
-            filled, left = outcome
+        for part, filled, left in _outcomes(runtime, layer, waiting, slots, known, slow):
             if not filled:
                 fill(part)
-            if known is not None and left is not None:
+            if left is not None:
                 known.left.append((part, left))
         waiting.clear()
 
@@ -121,20 +117,17 @@ def _asked(
     for part in parts:
         if part.row is None:
             fill(part)
-            if known is not None:
-                known.left.append((part, None))
+            known.left.append((part, None))
             continue
         found = _call(runtime, layer, part, query[part.begin : part.end], read)
         if found is None:
             fill(part)
-            known = None
             continue
         call, copied = found
         waiting.append((part, call, output[part.begin : part.end].transpose(0, 1)[None]))
         if copied:  # keys and values are not kept for long
             settle()
     settle()
-    return known if known is not None and known.holds(parts) else None
 
 
 def _call(runtime: Runtime, layer: Layer, part: Part, rows: Tensor, read: Read) -> tuple[AttentionCall, bool] | None:
@@ -165,11 +158,11 @@ def _outcomes(
     layer: Layer,
     waiting: Sequence[tuple[Part, AttentionCall, Tensor]],
     slots: Sequence[Tensor],
-    known: Known | None,
+    known: Known,
     slow: bool,
-) -> Iterator[tuple[Part, tuple[bool, Fallback | None]]]:
-    """Of each part whether its output is there, and if not, what left it to the host; what one method serves runs
-    together. known: gets what can be repeated."""
+) -> Iterator[tuple[Part, bool, Fallback | None]]:
+    """Of each part whether its output is there, and if not, what leaves it to the host in the next layers; what one
+    method serves runs together. known: gets what can be repeated."""
     by_method: dict[Served, list[tuple[Part, AttentionCall, Tensor, Prefill]]] = {}
     for part, call, out in waiting:
         if part.prefill is not None:
@@ -181,19 +174,20 @@ def _outcomes(
         for (part, *_), outcome in zip(some, outcomes, strict=True):
             if isinstance(outcome, Exception):  # before the host computes any: what failed may hold memory
                 _fail(runtime, layer, part, outcome)
-        if known is not None and repeats:
+        if repeats:
             each = zip(some, outcomes, strict=True)
             known.add(served, repeats, [part for (part, *_), one in each if isinstance(one, Ran)])
         for (part, call, out, _), outcome in zip(some, outcomes, strict=True):
             if isinstance(outcome, Exception):
-                yield part, (False, None)
+                yield part, False, None
                 continue
             try:
                 filled = _filled(served, layer, part, call, out, outcome, slow)
             except Exception as error:
                 _fail(runtime, layer, part, error)
                 filled = False
-            yield part, (filled, outcome if isinstance(outcome, Fallback) and outcome.small and not filled else None)
+            again = isinstance(outcome, Fallback) and outcome.small and not (outcome.chosen and slow)
+            yield part, filled, outcome if again and isinstance(outcome, Fallback) else None
 
 
 def _rows_read(runtime: Runtime, layer: Layer, part: Part) -> int | None:

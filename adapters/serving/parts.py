@@ -65,9 +65,13 @@ class Known:
         rest = iter(parts)
         self.repeated += [Repeated(served, one, tuple(islice(rest, len(one.ran)))) for one in repeats]
 
-    def holds(self, parts: Sequence[Part]) -> bool:
-        """True if it knows all parts."""
-        return len(self.left) + sum(len(one.parts) for one in self.repeated) == len(parts)
+    def others(self, parts: Sequence[Part]) -> list[Part]:
+        """The parts of which nothing is known."""
+        count = len(self.left) + sum([len(one.parts) for one in self.repeated])
+        if count == len(parts):
+            return []
+        held = {id(part) for part, _ in self.left} | {id(part) for one in self.repeated for part in one.parts}
+        return [part for part in parts if id(part) not in held]
 
 
 class Batch(list[Part]):

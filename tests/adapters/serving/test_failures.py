@@ -18,7 +18,7 @@ from sparseprefill.adapters.serving.attend import run
 from sparseprefill.adapters.serving.failures import LONGEST, ends_engine, reason
 from sparseprefill.adapters.serving.layer import Layer
 from sparseprefill.adapters.serving.model import Model
-from sparseprefill.adapters.serving.parts import Part
+from sparseprefill.adapters.serving.parts import Batch, Part
 from sparseprefill.adapters.serving.requests import Row
 from sparseprefill.adapters.serving.summary import Summary
 from sparseprefill.adapters.session.kinds import Why
@@ -118,16 +118,16 @@ def layer(
         meanwhile()
         out.fill_(HOSTS)
 
-    parts = [
+    parts = Batch(
         Part(i, i + 1, i * TOKENS, (i + 1) * TOKENS, Row(0, TOKENS, str(i), prompt), Prefill(), make=lambda: None)
         for i in range(requests)
-    ]
+    )
 
     def read(part: Part) -> tuple[torch.Tensor, torch.Tensor]:
         kv = torch.randn(2, 1, HEADS, TOKENS, SIZE)
         return kv[0], kv[1]
 
-    assert run(mine, Layer(0, 0.25, None, None, None), parts, query, output, read, stock, slow=False)
+    assert run(mine, Layer(0, 0.25, None, None, None), parts, query, output, (), read, stock, slow=False)
     return output
 
 

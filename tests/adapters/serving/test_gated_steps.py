@@ -12,7 +12,7 @@ import pytest
 import torch
 from sparseprefill.adapters.serving.attend import run
 from sparseprefill.adapters.serving.layer import Layer
-from sparseprefill.adapters.serving.parts import Part
+from sparseprefill.adapters.serving.parts import Batch, Part
 from sparseprefill.adapters.serving.requests import Requests, Row
 from sparseprefill.adapters.serving.summary import Summary
 from sparseprefill.adapters.session.kinds import Why
@@ -63,7 +63,7 @@ class Step:
         self.gate, self.reads, self.stocks, self.slow = Gate(), list[int](), list[int](), slow
         self.reasons = Reasons()
         self.mine = runtime(sp.build("dense", block=16), self.reasons, gate=self.gate, **options)
-        self.parts = list(self._parts(lengths))
+        self.parts = Batch(self._parts(lengths))
 
     def _parts(self, lengths: tuple[int, ...]) -> Iterator[Part]:
         begin = 0
@@ -86,7 +86,7 @@ class Step:
             out.fill_(HOSTS)
 
         facts = Layer(index, 0.25, None, None, None)
-        return output if run(self.mine, facts, self.parts, query, output, read, stock, slow=self.slow) else None
+        return output if run(self.mine, facts, self.parts, query, output, (), read, stock, slow=self.slow) else None
 
     def dense_calls(self) -> list[tuple[int, int, dict[str, int]]]:
         report = self.mine.session.report("M", "STOCK")
@@ -158,7 +158,7 @@ def test_the_next_step_is_asked_anew(lengths: tuple[int, ...]) -> None:
     """A verdict stands with the parts of its step; a request's own stands with its Memory."""
     step = Step(*lengths)
     step.layer(0)
-    step.parts = list(step._parts(lengths))
+    step.parts = Batch(step._parts(lengths))
     assert step.layer(0) is not None
 
 

@@ -267,7 +267,7 @@ def step(mine: Runtime, parts: Any, layer: int, reason: str | None = None) -> No
     def host(part: Any, rows: torch.Tensor, out: torch.Tensor) -> None:
         out.zero_()
 
-    run(mine, Layer(layer, 1.0, None, None, reason), parts, query, output, read, host, slow=False)
+    run(mine, Layer(layer, 1.0, None, None, reason), parts, query, output, (), read, host, slow=False)
 
 
 def lines(mine: Runtime, caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -421,7 +421,7 @@ def test_every_reason_has_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
     for error in (torch.OutOfMemoryError("no room"), ZeroDivisionError("a bug"), sp.UnsupportedCallError(["no"])):
         parts = plan(mine, common([20], [20], [True]), stock)
         assert parts is not None
-        monkeypatch.setattr(mine.session, "run_many", lambda calls, error=error: [error])
+        monkeypatch.setattr(mine.session, "run_many", lambda *_, error=error: [error])
         step(mine, parts, 0)
     parts[0].reason = "an image"
     step(mine, parts, 0)
