@@ -62,7 +62,7 @@ def run(
         return True
     for one in known.repeated:
         if not _repeat(layer, one, slots):
-            del parts.known[kind]
+            parts.known.pop(kind, None)
             _asked(runtime, layer, one.parts, query, output, (), read, stock, slow)
     for part, left in known.left:
         if left is not None and part.row is not None:
@@ -101,8 +101,8 @@ def _asked(
     stock: Stock,
     slow: bool,
 ) -> Known | None:
-    """Fill the output of parts with everything asked; what it came to for the layers after this, None where they have to
-    ask again."""
+    """Fill the output of parts with everything asked; what it came to for the layers after this, None where they have
+    to ask again."""
     waiting: list[tuple[Part, AttentionCall, Tensor]] = []
     known: Known | None = Known()
 
@@ -183,9 +183,7 @@ def _outcomes(
             if isinstance(outcome, Exception):  # before the host computes any: what failed may hold memory
                 _fail(runtime, layer, part, outcome)
         if known is not None and repeats:
-            known.add(
-                served, repeats, [part for (part, *_), one in zip(some, outcomes, strict=True) if isinstance(one, Ran)]
-            )
+            known.add(served, repeats, [part for part, *_ in some], sum(isinstance(one, Ran) for one in outcomes))
         for (part, call, out, _), outcome in zip(some, outcomes, strict=True):
             if isinstance(outcome, Exception):
                 yield part, (False, None)
