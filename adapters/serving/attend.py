@@ -175,8 +175,7 @@ def _outcomes(
             if isinstance(outcome, Exception):  # before the host computes any: what failed may hold memory
                 _fail(runtime, layer, part, outcome)
         if repeats:
-            each = zip(some, outcomes, strict=True)
-            known.add(served, repeats, [part for (part, *_), one in each if isinstance(one, Ran)])
+            known.add(served, repeats, [part for part, *_ in some], sum(isinstance(one, Ran) for one in outcomes))
         for (part, call, out, _), outcome in zip(some, outcomes, strict=True):
             if isinstance(outcome, Exception):
                 yield part, False, None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from itertools import islice
 from typing import Any
 
 from attrs import define, field, frozen
@@ -58,12 +57,11 @@ class Known:
     repeated: list[Repeated] = field(factory=list)
     left: list[tuple[Part, Fallback | None]] = field(factory=list)
 
-    def add(self, served: Served, repeats: Sequence[Repeat], parts: Sequence[Part]) -> None:
-        """Parts that ran sparse, in their order, if all of them can be repeated."""
-        if sum(len(one.ran) for one in repeats) != len(parts):
-            return
-        rest = iter(parts)
-        self.repeated += [Repeated(served, one, tuple(islice(rest, len(one.ran)))) for one in repeats]
+    def add(self, served: Served, repeats: Sequence[Repeat], parts: Sequence[Part], sparse: int) -> None:
+        """Those of the parts that ran sparse, so many, if all of them can be repeated. parts: of all that were asked
+        together, by which a `Repeat` counts its own."""
+        if sum(len(one.places) for one in repeats) == sparse:
+            self.repeated += [Repeated(served, one, tuple(parts[i] for i in one.places)) for one in repeats]
 
     def others(self, parts: Sequence[Part]) -> list[Part]:
         """The parts of which nothing is known."""

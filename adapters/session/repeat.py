@@ -34,15 +34,18 @@ REACH = 1 << 16
 ROOM = 3 << 30
 """Bytes that a call may hold while it is recorded."""
 LEFT = "what a layer had come to could not be repeated in the next, which ran it anew: {error}"
+FAILED = "it failed ({error})"
 Tell = Callable[[int, Sequence[Ran]], None]
 
 
 @frozen(eq=False)
 class Repeat:
-    """What a step's calls came to in one layer. ran: of each call. tell: the record, of a layer and its calls."""
+    """What a step's calls came to in one layer. ran: of each call. places: of each its number among the calls that were
+    asked together. tell: the record, of a layer and its calls."""
 
     step: Step
     ran: tuple[Ran, ...]
+    places: tuple[int, ...]
     tell: Tell
 
     def fits(self, slots: Sequence[Tensor]) -> bool:
@@ -78,9 +81,16 @@ class Recordings:
                 self._known.popitem(last=False)
 
 
-def may_repeat(pipeline: Pipeline, slots: Sequence[Tensor], calls: Sequence[AttentionCall]) -> bool:
-    """True if a recording is worth a try: kernels serve, and nobody records gradients or runs in parts."""
+def may_repeat(
+    pipeline: Pipeline, slots: Sequence[Tensor], calls: Sequence[AttentionCall], outs: Sequence[Tensor]
+) -> bool:
+    """True if a recording is worth a try: kernels serve, nobody records gradients or runs in parts, and calls and
+    outputs are of slots alone: what is not, other layers would get, too."""
     if not slots or not pipeline.repeats or not kernels.serve_device(slots[0].device):
+        return False
+    known = {x.untyped_storage()._cdata for x in slots}
+    given = (*outs, *(x for call in calls for x in call.tensors))
+    if any(x.untyped_storage()._cdata not in known for x in given):
         return False
     from sparseprefill.kernels.recording import TRANSFORM, unrecordable
 
@@ -94,14 +104,17 @@ def may_repeat(pipeline: Pipeline, slots: Sequence[Tensor], calls: Sequence[Atte
 def key_of(
     pipeline: Pipeline, calls: Sequence[AttentionCall], outs: Sequence[Tensor], slots: Sequence[Tensor]
 ) -> Hashable:
-    """All that a recording follows from: sizes, and where tensors lie in their slots; others go by their address."""
-    bases = {x.untyped_storage()._cdata: x.data_ptr() for x in reversed(slots)}
+    """All that a recording follows from: sizes, and where tensors lie in their slots."""
+    bases: dict[int, tuple[int, int]] = {}
+    for i, x in enumerate(slots):
+        bases.setdefault(x.untyped_storage()._cdata, (i, x.data_ptr()))
     stream = torch.cuda.current_stream(slots[0].device).cuda_stream if slots[0].is_cuda else 0
 
-    def at(x: Tensor) -> int:
-        return x.data_ptr() - bases.get(x.untyped_storage()._cdata, 0)
+    def at(x: Tensor) -> tuple[int, int]:
+        slot, base = bases[x.untyped_storage()._cdata]
+        return slot, x.data_ptr() - base
 
-    facts = tuple((x.dtype, x.shape, x.stride(), x.data_ptr() % 16) for x in slots)
+    facts = tuple((x.dtype, x.shape, x.stride(), x.data_ptr() % 16, at(x)) for x in slots)
     each = tuple((call.shape, *map(at, call.tensors), at(out)) for call, out in zip(calls, outs, strict=True))
     return pipeline, stream, facts, each
 
@@ -127,7 +140,11 @@ def run_repeated(
     found = known.get(key)
     if isinstance(found, tuple):
         step, ran = found
-        return _with(ran, step.run(slots, layer)), step
+        try:
+            return _with(ran, step.run(slots, layer)), step
+        except Exception as error:
+            known.put(key, FAILED.format(error=type(error).__name__))
+            raise
     if isinstance(found, str):
         return work(), found
     ran = list[Ran]()
@@ -136,7 +153,11 @@ def run_repeated(
         ran[:] = [one.counted() for one in work()]
         return [x for one in ran for x in one.tensors]
 
-    tensors, made = record(watched, slots, ROOM)
+    try:
+        tensors, made = record(watched, slots, ROOM)
+    except Exception as error:
+        known.put(key, FAILED.format(error=type(error).__name__))
+        raise
     ran = list(_with(ran, tensors))
     if made != CAPTURE:
         known.put(key, made if isinstance(made, str) else (made, tuple(one.bare() for one in ran)))

@@ -89,12 +89,14 @@ Outcome = Result | Ran | Fallback | Exception
 
 @frozen(eq=False)
 class _Waiting:
-    """A call for which a pipeline is chosen. out: where its output is wanted, if anywhere."""
+    """A call for which a pipeline is chosen. out: where its output is wanted, if anywhere. place: its number among the
+    calls that are asked together."""
 
     call: AttentionCall
     prefill: Prefill
     pipeline: Pipeline
     out: Tensor | None = None
+    place: int = 0
 
     def ran(self, result: Result) -> Ran:
         """For the record."""
@@ -188,7 +190,7 @@ class Session:
         for first in range(0, len(calls), SHARE):
             some = range(first, min(first + SHARE, len(calls)))
             outs = [into[i] if into else None for i in some]
-            found += self._run_some([calls[i] for i in some], outs, slots, repeats)
+            found += self._run_some([calls[i] for i in some], outs, slots, repeats, first)
         return found
 
     def _run_some(
@@ -197,6 +199,7 @@ class Session:
         outs: Sequence[Tensor | None],
         slots: Sequence[Tensor],
         repeats: list[Repeat] | None,
+        first: int,
     ) -> list[Outcome]:
         picked = [_tried(partial(self._pick, *one)) for one in calls]
         ended = {i: _filled(one, outs[i]) for i, one in enumerate(picked) if not isinstance(one, Pipeline)}
@@ -205,7 +208,7 @@ class Session:
             if isinstance(one, Pipeline):
                 by_method.setdefault(one, []).append(i)
         for pipeline, places in by_method.items():
-            group = [_Waiting(*calls[i][:2], pipeline, outs[i]) for i in places]
+            group = [_Waiting(*calls[i][:2], pipeline, outs[i], first + i) for i in places]
             done = self._repeated(pipeline, group, slots, repeats) if repeats is not None else None
             ended.update(zip(places, self._together(pipeline, group) if done is None else done, strict=True))
         return [ended[i] for i in range(len(calls))]
@@ -228,10 +231,9 @@ class Session:
         had been tried."""
         calls = [shortened(pipeline, one.call) for one in group]
         outs = [one.out for one in group if one.out is not None]
-        if self._observe is not None or self._measure or not may_repeat(pipeline, slots, calls):
+        if self._observe is not None or self._measure or len(outs) != len(group):
             return None
-        watched = [self._watched(one.prefill) for one in group]
-        if len(outs) != len(group) or any(watched):
+        if not may_repeat(pipeline, slots, calls, outs) or any(self._watched(one.prefill) for one in group):
             return None
         layer, key = calls[0].layer, key_of(pipeline, calls, outs, slots)
 
@@ -256,7 +258,7 @@ class Session:
         if isinstance(step, str):
             log.debug("%s: a step of %s is not repeated: %s", self.route.name, ran[0].sizes, step)
         else:
-            repeats.append(Repeat(step, tuple(ran), self.tell))
+            repeats.append(Repeat(step, tuple(ran), tuple(one.place for one in group), self.tell))
         return ran
 
     def _together(self, pipeline: Pipeline, group: Sequence[_Waiting]) -> list[Outcome]:

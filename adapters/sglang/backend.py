@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from attrs import define, evolve, field
 from torch import Tensor
 
@@ -128,11 +129,12 @@ def prefilling(host: Any) -> Any:
                     whole.append(found.view(output.shape))
                 out.copy_(whole[0][part.begin : part.end])
 
-            read = _reader(state, layer, step, q)
             pool, of = state.runner.token_to_kv_pool, layer.layer_id
-            slots = (query, output, pool.get_key_buffer(of), pool.get_value_buffer(of), *step.tables.values())
-            if facts.sinks is not None:
-                slots = (*slots, facts.sinks)
+            k_all, v_all = pool.get_key_buffer(of), pool.get_value_buffer(of)
+            scales = (scale_of(layer, "k_scale", k_all.device), scale_of(layer, "v_scale", k_all.device))
+            read = _reader(state, step, k_all, v_all, scales, q.dtype)
+            own = (x for x in (*scales, facts.sinks) if x is not None)
+            slots = (query, output, k_all, v_all, *step.tables.values(), *own)
             run(state.runtime, facts, step.parts, query, output, slots, read, stock, slow=True)
             if step.rest is not None:
                 rows = step.rest.rows
@@ -188,16 +190,15 @@ def _write(runner: Any, layer: Any, batch: Any, k: Tensor, v: Tensor) -> None:
         runner.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc.for_batch(batch), *given)
 
 
-def _reader(state: State, layer: Any, step: Step, q: Tensor) -> Callable[[Part], Pages]:
-    """The function that tells where the keys of a part's request stand."""
-    pool, page = state.runner.token_to_kv_pool, int(state.runner.page_size)
-    k, v = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
-    scales = (scale_of(layer, "k_scale", k.device), scale_of(layer, "v_scale", k.device))
-    copies = state.runtime.options.copies
+def _reader(
+    state: State, step: Step, k: Tensor, v: Tensor, scales: tuple[Tensor | None, Tensor | None], dtype: torch.dtype
+) -> Callable[[Part], Pages]:
+    """The function that tells where the keys of a part's request stand. k, v, scales: the layer's."""
+    page, copies = int(state.runner.page_size), state.runtime.options.copies
 
     def read(part: Part) -> Pages:
         length = 0 if part.row is None else part.row.end
         table = step.tables[part.first]
-        return pages_of(k, v, table, length, page=page, dtype=q.dtype, scales=scales, copies=copies)
+        return pages_of(k, v, table, length, page=page, dtype=dtype, scales=scales, copies=copies)
 
     return read

@@ -12,6 +12,7 @@ from typing import Any
 
 import triton
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
@@ -42,7 +43,8 @@ def enqueue(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> N
     if recording is None:
         _launch(kernel, grid, args, options)
         return
-    made = _launch(kernel, grid, tuple(int(x) if type(x) is OfLayer else x for x in args), options)
+    with _disable_current_modes():  # the interpreter copies tensors to and fro
+        made = _launch(kernel, grid, tuple(int(x) if type(x) is OfLayer else x for x in args), options)
     recording.launched(kernel, grid, args, options, made)
 
 

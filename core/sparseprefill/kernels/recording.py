@@ -5,8 +5,8 @@ a model differ in tensors alone. `record` runs a call and writes down each launc
 lies: in one that the caller handed over (a slot), in scratch, or in what an operator made. The outcome is a `Step`.
 
 What a recording cannot tell apart from a constant is refused, with its reason: values read on the host, sizes that
-values decide, random numbers. What it cannot see at all are launches that are not made by `enqueue`: hence the stages'
-own word.
+values decide, random numbers. What it cannot see at all are launches that are not made by `enqueue`, and who writes to
+tensors that were there before: hence the stages' own word.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from sparseprefill.kernels import RECORDING
-from sparseprefill.kernels.repeat import Launch, Operator, Place, Step, bound, mapped
+from sparseprefill.kernels import RECORDING, OfLayer
+from sparseprefill.kernels.repeat import Launch, Operator, Place, Step, bound, mapped, tensors_of
 
 MODES: Any = torch._C
 ALIGNMENT = 512
@@ -28,10 +28,17 @@ EMPTY = frozenset(("empty", "empty_like", "new_empty", "empty_strided", "new_emp
 """Operators that make room, and write nothing there."""
 INDEXING = frozenset(("index", "index_put_", "index_put", "_unsafe_index", "_index_put_impl_"))
 """Operators whose sizes follow from values only where an index is a mask."""
-SEEDED = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_cudnn_attention")
-"""Operators that draw numbers only where there is dropout."""
+MOVING = ("set_", "resize_")
+"""How the names of operators begin that give a tensor other memory."""
+DROPOUT = "dropout_p"
+"""The argument of operators that draw numbers only where it is not zero."""
 TRANSFORM = "a dispatch mode or a transform is on"
 CAPTURE = "a CUDA graph is being captured"
+GRADIENTS = "gradients are recorded"
+EMPTY_SLOT = "a tensor that was handed over has no elements"
+ODD = "{name} has to do with a tensor that is not plain: {kind}"
+MOVED = "{name} gives a tensor other memory"
+BEYOND = "it goes beyond the tensors that were handed over"
 READ = "{name} reads a value of the device on the host"
 SIZED = "{name} makes a tensor whose size depends on values"
 RANDOM = "{name} draws random numbers"
@@ -47,7 +54,7 @@ def record(run: Callable[[], Sequence[Tensor]], slots: Sequence[Tensor], room: i
     that the call may hold while it is recorded, for nothing is freed until its end. Errors of `run` pass through.
     Nothing is recorded within a dispatch mode, and while a CUDA graph is captured.
     """
-    if why := unrecordable(slots[0].device):
+    if why := unrecordable(slots[0].device) or _unfit(slots):
         return list(run()), why
     recording = Recording(slots, room)
     token = RECORDING.set(recording)
@@ -66,6 +73,13 @@ def unrecordable(device: torch.device) -> str:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return CAPTURE
     return ""
+
+
+def _unfit(slots: Sequence[Tensor]) -> str:
+    """Reason for which these cannot be slots; empty where there is none."""
+    if any(x.numel() == 0 for x in slots):
+        return EMPTY_SLOT
+    return GRADIENTS if torch.is_grad_enabled() and any(x.requires_grad for x in slots) else ""
 
 
 class _Maker:
@@ -90,79 +104,131 @@ class Recording(TorchDispatchMode):
         self._slots, self._room, self._why = tuple(slots), room, ""
         self._device = slots[0].device
         self._roots: dict[int, int] = {}  # by storage
-        self._bases: list[int] = []  # addresses of roots
+        self._bases: list[int] = []  # bytes before roots in their storage
         self._held: list[Tensor] = []  # their tensors: a storage must not be given to others meanwhile
+        self._sizes: list[tuple[int, int]] = []  # address and bytes of their storage
+        self._ends: dict[int, tuple[int, int]] = {}  # of slots, the first byte and the one behind the last
         self._makers: dict[int, _Maker] = {}
         self._scratch: dict[int, int] = {}  # bytes of what was made room for
+        self._touched: set[int] = set()  # storages from outside that a kernel got
+        self._outside: list[Tensor] = []  # their tensors
         self._entries: list[tuple[Launch | Operator, _Maker, range]] = []
+        self._taken = 0  # bytes
         for slot in slots:
             self._begins(slot)
+            root, first = self._roots[_storage(slot)], _before(slot)
+            low, high = self._ends.get(root, (first, first))
+            self._ends[root] = min(low, first), max(high, first + _reach(slot))
         self._own = len(self._bases)
 
     def _begins(self, x: Tensor) -> bool:
         """Make a tensor's storage a root; False where it is one already."""
-        key = x.untyped_storage()._cdata
+        key = _storage(x)
         if key in self._roots:
             return False
         self._roots[key] = len(self._bases)
-        self._bases.append(x.data_ptr())
+        self._bases.append(_before(x))
         self._held.append(x)
+        self._sizes.append(_memory(x))
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        found = func(*args, **kwargs)
+        if func._can_decompose():  # in inference mode it comes as it is, and what it does would not be seen
+            with self:
+                return func.decompose(*args, **kwargs)
+        token = RECORDING.set(None)  # what an operator launches is repeated with it
+        try:
+            found = func(*args, **kwargs)
+        finally:
+            RECORDING.reset(token)
         if self._why:
             return found
         name = func._schema.name.rpartition("::")[2]
-        given, made = list(_tensors((args, kwargs))), list(_tensors(found))
-        self._object(func, name, given, made)
-        if not self._why:
+        given, made = list(tensors_of((args, kwargs))), list(tensors_of(found))
+        why = next(filter(None, map(_odd, (*given, *made))), "")
+        why = ODD.format(name=name, kind=why) if why else self._objection(func, name, args, kwargs, given, made)
+        if why:
+            self.refuse(why)
+        elif name == "lift_fresh":
+            found = self._lifted(found)
+        else:
             self._note(func, name, args, kwargs, given, made)
         return found
 
-    def _object(self, func: Any, name: str, given: list[Tensor], made: list[Tensor]) -> None:
-        tags, here = func.tags, any(x.device == self._device for x in given)
+    def _objection(
+        self, func: Any, name: str, args: Any, kwargs: Any, given: list[Tensor], made: list[Tensor]
+    ) -> str | None:
+        tags, here = func.tags, any(x.device == self._device or not self._is_constant(x) for x in given)
         if torch.Tag.data_dependent_output in tags and here:
-            self.refuse(READ.format(name=name))
-        elif torch.Tag.dynamic_output_shape in tags:
-            if name not in INDEXING or any(x.dtype in (torch.bool, torch.uint8) for x in given):
-                self.refuse(SIZED.format(name=name))
-        elif torch.Tag.nondeterministic_seeded in tags and not name.startswith(SEEDED):
-            self.refuse(RANDOM.format(name=name))
-        elif here and any(x.device != self._device for x in made):
-            self.refuse(READ.format(name=name))
+            return READ.format(name=name)
+        if torch.Tag.dynamic_output_shape in tags and (
+            name not in INDEXING or any(x.dtype in (torch.bool, torch.uint8) for x in tensors_of(args[1:]))
+        ):
+            return SIZED.format(name=name)
+        if torch.Tag.nondeterministic_seeded in tags:  # the state that attention gives back may be the host's
+            return None if _argument(func, DROPOUT, args, kwargs) == 0 else RANDOM.format(name=name)
+        if here and any(x.device != self._device for x in made):
+            return READ.format(name=name)
+        return None
+
+    def _lifted(self, x: Tensor) -> Tensor:
+        """A tensor of numbers from the host, which nobody has written to yet: each run gets a copy of its own, and so
+        does this one."""
+        with _disable_current_modes():
+            mine = x.clone()
+        maker, first = _Maker(True), len(self._bases)
+        self._begins(mine)
+        self._keep(Operator(torch.ops.aten.clone.default, (x,), {}, (0,)), maker, first)
+        return mine
 
     def _note(self, func: Any, name: str, args: Any, kwargs: Any, given: list[Tensor], made: list[Tensor]) -> None:
         """Write an operator down, unless it only looks at a tensor otherwise."""
         first, writes = len(self._bases), func._schema.is_mutable
+        written = list(_written(func, args, kwargs)) if writes else []
+        if name.startswith(MOVING) or any(map(self._is_moved, written)):
+            self.refuse(MOVED.format(name=name))
+            return
+        if torch.Tag.inplace_view in func.tags:
+            return
         place = self._place_of
         template = mapped(place, args), {key: mapped(place, value) for key, value in kwargs.items()}
         maker = _Maker(not writes and all(map(self._is_constant, given)))
         fresh = tuple([i for i, x in enumerate(made) if self._begins(x)])
-        if not fresh and not writes:
+        if self._why or not (fresh or writes):
             return
-        for x in _written(func, args, kwargs) if writes else ():
-            if self._roots.get(x.untyped_storage()._cdata, first) >= first:
+        for x in written:
+            if self._roots.get(_storage(x), first) >= first:
                 self.refuse(CONSTANT.format(name=name))
+                return
             self._need(x)
-        inside = range(first, len(self._bases))
-        self._entries.append((Operator(func, *template, fresh), maker, inside))
         if name in EMPTY and made[0].device == self._device:
             self._scratch[first] = made[0].untyped_storage().nbytes()
-            if sum(self._scratch.values()) > self._room:
-                self.refuse(ROOM.format(room=self._room))
+        self._keep(Operator(func, *template, fresh), maker, first)
+
+    def _keep(self, what: Operator, maker: _Maker, first: int) -> None:
+        """Write an operator down that has made the roots from `first` on."""
+        inside = range(first, len(self._bases))
+        self._entries.append((what, maker, inside))
         self._makers.update(dict.fromkeys(inside, maker))
+        self._taken += sum(self._sizes[i][1] for i in inside if self._held[i].device == self._device)
+        if self._taken > self._room:
+            self.refuse(ROOM.format(room=self._room))
+
+    def _is_moved(self, x: Tensor) -> bool:
+        """True if an operator has given a root other memory, as `out=` does where the size is another."""
+        root = self._roots.get(_storage(x))
+        return root is not None and self._sizes[root] != _memory(self._held[root])
 
     def _is_constant(self, x: Tensor) -> bool:
-        root = self._roots.get(x.untyped_storage()._cdata)
+        root = self._roots.get(_storage(x))
         if root is None:
-            return True
+            return _storage(x) not in self._touched
         return root >= self._own and root not in self._scratch and self._makers[root].constant
 
     def _need(self, x: Tensor) -> None:
         """What made a tensor is repeated: somebody may write to it."""
-        root = self._roots.get(x.untyped_storage()._cdata, -1)
+        root = self._roots.get(_storage(x), -1)
         if root in self._makers and root not in self._scratch:
             maker = self._makers[root]
             maker.needed, maker.constant = True, False
@@ -174,15 +240,19 @@ class Recording(TorchDispatchMode):
         if self._why:
             return
         with _disable_current_modes():
-            launch = Launch.of(kernel, grid, tuple(map(self._argument, args)), options, made)
+            why = _fixed(kernel, grid, args, options)
+            launch = why or Launch.of(kernel, grid, tuple(map(self._argument, args)), options, made)
         if isinstance(launch, str):
             self.refuse(FOREIGN.format(name=getattr(kernel, "__name__", "a kernel"), why=launch))
-        else:
+        elif not self._why:
             self._entries.append((launch, NEEDED, range(0)))
 
     def _argument(self, x: Any) -> Any:
         if isinstance(x, Tensor):
             self._need(x)
+            if _storage(x) not in self._roots:
+                self._touched.add(_storage(x))
+                self._outside.append(x)
             return self._place(x)
         return bound(x, self._argument) if hasattr(x, "block_shape") else x
 
@@ -191,21 +261,30 @@ class Recording(TorchDispatchMode):
 
     def _place(self, x: Tensor) -> Any:
         """Where a tensor lies; itself where it is a constant from outside."""
-        root = self._roots.get(x.untyped_storage()._cdata)
+        root = self._roots.get(_storage(x))
         if root is None:
             return x
-        return Place(root, x.data_ptr() - self._bases[root], x.dtype, tuple(x.shape), x.stride())
+        first = _before(x)
+        low, high = self._ends.get(root, (0, first + _reach(x)))
+        if x.numel() and not low <= first <= first + _reach(x) <= high:
+            self.refuse(BEYOND)
+        return Place(root, first - self._bases[root], x.dtype, tuple(x.shape), x.stride())
 
     def refuse(self, why: str) -> None:
-        """What runs now cannot be repeated."""
+        """What runs now cannot be repeated; nothing is held for it any more."""
         self._why = self._why or why
+        self._entries.clear()
+        self._held.clear()
+        self._outside.clear()
 
     def step(self, found: Sequence[Tensor]) -> Step | str:
         """What was recorded. found: what every run returns, in tensors of its own."""
         if self._why:
             return self._why
         for x in found:
-            root = self._roots.get(x.untyped_storage()._cdata, -1)
+            if why := _odd(x):
+                return ODD.format(name="a result", kind=why)
+            root = self._roots.get(_storage(x), -1)
             self._scratch.pop(root, None)  # the caller's
             self._need(x)
         # What makes room is no work; of the rest, what may change from layer to layer.
@@ -220,8 +299,10 @@ class Recording(TorchDispatchMode):
                 return x._replace(root=self._own, offset=ways[x.root] + x.offset)
             return x._replace(root=numbers[x.root]) if x.root in numbers else x.of(self._held[x.root])
 
-        work = [what.placed(settled) for what, _, _ in left]
-        return Step.of(self._slots, size, work, [settled(self._place(x)) for x in found])
+        results = [settled(self._place(x)) for x in found]
+        if self._why:
+            return self._why
+        return Step.of(self._slots, size, [what.placed(settled) for what, _, _ in left], results)
 
     def _laid_out(self, work: Sequence[Launch | Operator]) -> tuple[dict[int, int], int]:
         """Where each tensor of scratch begins, and how many bytes all of them take: what is over makes room."""
@@ -247,19 +328,58 @@ class Recording(TorchDispatchMode):
         return ways, size
 
 
-def _tensors(x: Any) -> Iterator[Tensor]:
-    """Tensors among an operator's arguments or results."""
-    if isinstance(x, Tensor):
-        yield x
-    elif isinstance(x, list | tuple):
-        for one in x:
-            yield from _tensors(one)
-    elif isinstance(x, dict):
-        yield from _tensors(list(x.values()))
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+def _before(x: Tensor) -> int:
+    """Bytes before a tensor in its storage: the address of one without elements tells nothing."""
+    return x.storage_offset() * x.element_size()
+
+
+def _reach(x: Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last."""
+    if x.numel() == 0:
+        return 0
+    return (sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) + 1) * x.element_size()
+
+
+def _memory(x: Tensor) -> tuple[int, int]:
+    storage = x.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()
+
+
+def _odd(x: Tensor) -> str:
+    """The kind of a tensor that is more than numbers in a storage; empty of a plain one."""
+    if x.layout != torch.strided or x.is_nested:
+        return "nested" if x.is_nested else str(x.layout)
+    return "quantised" if x.is_quantized else "a view by its sign" if x.is_conj() or x.is_neg() else ""
+
+
+def _fixed(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> str:
+    """Reason for which a launch would be the same for other tensors, or another layer; empty where there is none."""
+    if any(isinstance(x, Tensor) or hasattr(x, "block_shape") for x in options.values()):
+        return "a tensor is given by its name: pass tensors in the order of the signature"
+    if any(isinstance(x, list | tuple | dict) for x in args):
+        return "a tuple is among its arguments: pass them one by one"
+    if any(isinstance(x, OfLayer) for x in (*grid, *options.values())):
+        return "a number of the layer decides how it is compiled, or its grid"
+    for param, x in zip(getattr(kernel, "params", ()), args, strict=False):
+        if isinstance(x, OfLayer) and not getattr(param, "do_not_specialize", True):
+            return f"it is compiled for the value of {param.name}, a number of the layer: name it in do_not_specialize"
+    return ""
+
+
+def _argument(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """An operator's argument by name; None where it has none of that name."""
+    for i, one in enumerate(func._schema.arguments):
+        if one.name == name:
+            return args[i] if i < len(args) else kwargs.get(name, one.default_value)
+    return None
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
     """The tensors that an operator writes to."""
     for i, one in enumerate(func._schema.arguments):
         if one.alias_info is not None and one.alias_info.is_write:
-            yield from _tensors(args[i] if i < len(args) else kwargs.get(one.name))
+            yield from tensors_of(args[i] if i < len(args) else kwargs.get(one.name))

@@ -8,13 +8,12 @@ that were recorded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
 from attrs import evolve, field, frozen
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -42,7 +41,7 @@ class Place(NamedTuple):
             return root
         storage = root.untyped_storage()
         made = torch.empty(0, dtype=self.dtype, device=root.device)
-        begin = (root.data_ptr() - storage.data_ptr() + self.offset) // made.element_size()
+        begin = (root.storage_offset() * root.element_size() + self.offset) // made.element_size()
         return made.set_(storage, begin, self.size, self.stride)
 
 
@@ -97,6 +96,17 @@ def mapped(change: Callable[[Any], Any], x: Any) -> Any:
     if type(x) in SEVERAL:
         return type(x)(mapped(change, one) for one in x)
     return change(x)
+
+
+def tensors_of(x: Any) -> Iterator[Tensor]:
+    """Tensors among an operator's arguments or results, in their order."""
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, list | tuple):
+        for one in x:
+            yield from tensors_of(one)
+    elif isinstance(x, dict):
+        yield from tensors_of(list(x.values()))
 
 
 @frozen(eq=False)
@@ -196,15 +206,15 @@ class Operator:
             if self.fresh:
                 roots.append(found)
         elif self.fresh:
-            made = [x for x in tree_leaves(found) if isinstance(x, Tensor)]
+            made = list(tensors_of(found))
             roots += [made[i] for i in self.fresh]
 
 
-Fact = tuple[torch.dtype, torch.Size, tuple[int, ...], int]
+Fact = tuple[torch.dtype, torch.Size, tuple[int, ...], int, int]
 
 
 def _fact(x: Tensor) -> Fact:
-    return x.dtype, x.shape, x.stride(), x.data_ptr() % 16
+    return x.dtype, x.shape, x.stride(), x.data_ptr() % 16, x.get_device()
 
 
 @frozen(eq=False)
@@ -245,11 +255,11 @@ class Step:
         return sum(isinstance(one, Launch) for one in self.work)
 
     def fits(self, slots: Sequence[Tensor]) -> bool:
-        """True if the step may run with these tensors: of the same sizes, strides, types and alignment as recorded."""
+        """True if the step may run with these tensors: of the same sizes, strides, types, alignment and device."""
         if len(slots) != len(self.facts):
             return False
         for x, fact in zip(slots, self.facts, strict=True):
-            if (x.dtype, x.shape, x.stride(), x.data_ptr() % 16) != fact:
+            if (x.dtype, x.shape, x.stride(), x.data_ptr() % 16, x.get_device()) != fact:
                 return False
         if len(self.first) == len(slots):
             return True
@@ -259,7 +269,11 @@ class Step:
     def run(self, slots: Sequence[Tensor], layer: int) -> list[Tensor]:
         """Do for these tensors, which fit, what was recorded. layer: its index, for what hashes depend on. Launches come
         on the current stream; nobody waits."""
-        if self.device.type != "cuda" or self.device.index == torch.cuda.current_device():
+        kind = self.device.type
+        if torch.is_autocast_enabled(kind):  # what was cast then is cast by an operator of its own
+            with torch.autocast(kind, enabled=False):
+                return self.run(slots, layer)
+        if kind != "cuda" or self.device.index == torch.cuda.current_device():
             return self._run(slots, layer)
         with torch.cuda.device(self.device):
             return self._run(slots, layer)
