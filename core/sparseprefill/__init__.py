@@ -48,9 +48,7 @@ if TYPE_CHECKING:
     from sparseprefill.plan import Result as Result
     from sparseprefill.plan import Skipped as Skipped
     from sparseprefill.plan import SoftmaxState as SoftmaxState
-    from sparseprefill.plugins.delta.corrector import Delta as Delta
     from sparseprefill.plugins.flashprefill.threshold import RelativeThreshold as RelativeThreshold
-    from sparseprefill.plugins.proxy.corrector import Proxy as Proxy
     from sparseprefill.plugins.stem.decay import PositionDecay as PositionDecay
     from sparseprefill.plugins.stem.values import ValueWeights as ValueWeights
     from sparseprefill.profiles.profile import Profile as Profile
@@ -114,9 +112,7 @@ _FILES: Mapping[str, tuple[str, ...]] = {
     "pages": ("Pages",),
     "pipeline": ("Pipeline",),
     "plan": ("Carry", "Plan", "Remark", "Result", "Skipped", "SoftmaxState"),
-    "plugins.delta.corrector": ("Delta",),
     "plugins.flashprefill.threshold": ("RelativeThreshold",),
-    "plugins.proxy.corrector": ("Proxy",),
     "plugins.stem.decay": ("PositionDecay",),
     "plugins.stem.values": ("ValueWeights",),
     "profiles.profile": ("Profile",),

@@ -165,7 +165,7 @@ class Pipeline(Runner):
 
     Compose with ``attrs.evolve(pipeline, refiners=(*pipeline.refiners, mine))`` or from stages of any plugin.
 
-    corrector: changes the output after execution, such as `Proxy` and `Delta`; the LSE stays the mask's own, and
+    corrector: changes the output after execution; the LSE stays the mask's own, and
     observers see what was corrected. None: the output is what the mask gives.
     workspace: bytes that a call may hold beyond q, k, v and the result; a longer call is cut into parts, by heads where
     `head_scope` allows it and by rows where there is a `grain`, one after the other. "auto": 3 GiB on CUDA devices,

@@ -18,7 +18,6 @@ from sparseprefill.mask.count import share
 from sparseprefill.mask.geometry import Geometry, same_device
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.mask.priority import Priority
-from sparseprefill.mask.samples import Held
 from sparseprefill.mask.tile_map import TileMap
 from sparseprefill.memory import Memory
 from sparseprefill.pages import odd_layout
@@ -235,12 +234,6 @@ class Plan:
             raise MaskError(f"Plan.carry.state has {wide}: pass one of the call's dimension {call.value_dim}")
         return state.merge(self.carry.state)
 
-    def held(self, tile_k: int | None = None) -> Held:
-        """Unite all masks, on their common grid, or with key tiles of fewer tokens, which divide the grid's."""
-        tile_q, own = self.common_grid()
-        grid = (tile_q, own if tile_k is None else tile_k)
-        return Held(self.geometry, grid, self.tiles_on(*grid), self.masks)
-
     def keep(self, tile: int | None = None, **rules: Any) -> Plan:
         """The plan with the tiles of rules, such as ``sink=2`` or ``band=1``, those that the carry holds left out.
 
@@ -418,7 +411,7 @@ class Result:
 
 
 def check_plan(call: object, plan: object) -> None:
-    """The first check of executors and correctors, without reading a value from the device.
+    """The first check of executors, without reading a value from the device.
 
     ParameterError for anything that is no AttentionCall, or no Plan; MaskError for the plan of another call.
     """

@@ -21,6 +21,7 @@ from sparseprefill.adapters.cli.commands import app
 from typer.main import get_command
 from typer.testing import CliRunner, Result
 
+from helpers.correctors import Blend, blending
 from helpers.harness_tasks import need_harness
 from sparseprefill import Method, MethodCollisionError, ParameterError, Pipeline, RecallFloor, Registry, Sink, hookimpl
 from sparseprefill import registry as registries
@@ -289,11 +290,12 @@ def test_show_a_method_with_a_required_parameter(registry: Registry) -> None:
     assert "required" in invoke("show", "odd").stdout
 
 
-PARTS = [(kind, name) for kind in ("refiner", "corrector") for name in registries.default_registry().offered(kind)]
+PARTS = [*(("refiner", name) for name in registries.default_registry().refiners()), ("corrector", "blend")]
 
 
 @pytest.mark.parametrize(("kind", "name"), PARTS, ids=[name for _, name in PARTS])
-def test_show_every_refiner_and_corrector(kind: str, name: str) -> None:
+def test_show_every_refiner_and_a_corrector(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registries, "default_registry", blending)
     facts = json.loads(invoke("show", name, "--kind", kind, "--json").stdout)
     assert set(facts) == {"name", "kind", "summary", "class", "from", "parameters"}
     assert (facts["name"], facts["kind"]) == (name, kind)
@@ -317,18 +319,18 @@ def test_show_of_a_kind_that_is_none() -> None:
 
 
 def test_set_takes_refiners_and_a_corrector() -> None:
-    known = registries.default_registry()
-    texts = ["streaming.sink=64", 'streaming.refiners=[{"name": "sink", "tiles": 2}]', "streaming.corrector=delta"]
+    known = blending()
+    texts = ["streaming.sink=64", 'streaming.refiners=[{"name": "sink", "tiles": 2}]', "streaming.corrector=blend"]
     texts += ['streaming.executor={"precision": "int8"}']
     (made,) = options.contenders(known, ["streaming"], texts, floor=0.9)
     pipeline = made.pipeline
     assert isinstance(pipeline, Pipeline)
     assert pipeline.refiners == (Sink(2), RecallFloor(target=0.9))  # the floor stands behind all of them
-    assert pipeline.corrector == known.find("corrector", "delta")()
+    assert pipeline.corrector == Blend()
     assert pipeline.executor == AutoExecutor(precision="int8")
     for text, message in {
         'streaming.refiners=[{"name": "sinc"}]': r"streaming\.refiners\[0\]\.name: no refiner is named 'sinc'",
-        "streaming.corrector=delt": r"streaming\.corrector: no corrector is named 'delt'; did you mean 'delta'",
+        "streaming.corrector=blond": r"streaming\.corrector: no corrector is named 'blond'; did you mean 'blend'",
         "streaming.refinres=[]": "streaming has no parameter 'refinres'",
     }.items():
         with pytest.raises(ParameterError, match=message):

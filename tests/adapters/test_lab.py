@@ -14,7 +14,7 @@ from attrs import evolve
 from sparseprefill.plugins.rowmax import RowMaxConfig
 from typer.testing import CliRunner
 
-from lab import corrections, mixed, overhead, recall_cost, skip_share, wide
+from lab import mixed, overhead, recall_cost, skip_share, wide
 from lab.bench.case import parse_mask, random_mask
 from lab.bench.clock import Clock
 from lab.bench.shape import ModelShape
@@ -45,12 +45,6 @@ def test_skipping_by_its_share(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert {0.0} < {row["below"] for row in rows}
     assert all(0 <= row["share"] <= 1 and 0 <= row["error"] for row in rows)
-
-
-def test_what_a_corrector_brings() -> None:
-    found = corrections.Trial(tokens=256).read("streaming", corrections.METHODS["streaming"])
-    assert len(corrections.CORRECTORS) == len(found.errors) == len(found.seconds)
-    assert 0 < found.density < 1
 
 
 def test_columns_stand_before_their_query_tile() -> None:

@@ -32,12 +32,6 @@ def test_every_refiners_row_has_its_parameters() -> None:
         assert [name, kind.__name__, *[one.alias for one in fields(kind)]] == words
 
 
-def test_every_corrector_has_its_row() -> None:
-    for name, kind in sp.default_registry().offered("corrector").items():
-        words = " | ".join(f"`{one.alias}`" for one in fields(kind))
-        assert f'| "{name}" | `{kind.__name__}` | {words} |' in PAGE.splitlines()
-
-
 def test_the_file_is_the_table() -> None:
     first, *_ = (block for block in blocks(PAGE) if block.runs)
     (toml,) = (block for block in blocks(PAGE) if block.language == "toml")

@@ -235,13 +235,6 @@ def test_every_parameter_is_on_its_methods_page_with_its_default(method: str) ->
         assert f"| `{attribute.alias}` | {default} |" in table
 
 
-@pytest.mark.parametrize("name", ["Delta", "Proxy"])
-def test_a_corrector_is_listed_with_its_default(name: str) -> None:
-    page = (ROOT / "docs" / "compose.md").read_text(encoding="utf-8")
-    (listed,) = re.findall(rf"^- `({name}\(.*?\))`:", page, re.MULTILINE)
-    assert str(getattr(sp, name)()) == listed
-
-
 def test_skipping_is_by_the_same_default_as_a_method_and_as_a_refiner() -> None:
     assert sp.SkipSoftmax().below == sp.default_registry().get("skip-softmax").config().skip_below
 

@@ -70,9 +70,9 @@ def test_core_imports_no_plugin_until_one_is_asked_for() -> None:
     script = (
         "import sys, sparseprefill as sp; sp.Pipeline, sp.Registry(), sp.from_config; "
         "found = [name for name in sys.modules if name.startswith('sparseprefill.plugins')]; "
-        "print(found, sp.Delta.__module__)"
+        "print(found, sp.ValueWeights.__module__)"
     )
-    assert (0, "[] sparseprefill.plugins.delta.corrector\n", "") == run(script)
+    assert (0, "[] sparseprefill.plugins.stem.values\n", "") == run(script)
 
 
 def test_a_name_that_is_none_is_an_attribute_error() -> None:

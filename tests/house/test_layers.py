@@ -106,7 +106,7 @@ def test_what_servers_share_imports_none() -> None:
         ("core", "sparseprefill.method", "from sparseprefill.plugins import classic", True),
         ("core", "sparseprefill.method", "def f():\n    import sparseprefill.adapters.cli", True),
         ("core", "sparseprefill.method", "from . import adapters", True),
-        ("core", "sparseprefill", "from sparseprefill.plugins.delta.corrector import Delta", False),
+        ("core", "sparseprefill", "from sparseprefill.plugins.stem.values import ValueWeights", False),
         ("core", "sparseprefill", "from sparseprefill.adapters import session", True),
         ("core", "sparseprefill.executors.auto", "from ..method import Method", False),
         ("adapters", "sparseprefill.adapters.cli.app", "from sparseprefill import plugins", True),

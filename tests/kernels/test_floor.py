@@ -18,7 +18,7 @@ from sparseprefill.call import rows_at
 from sparseprefill.kernels.sampled import floor as launch
 from sparseprefill.mask.geometry import Geometry
 from sparseprefill.mask.mask import SparseMask
-from sparseprefill.mask.samples import Held, Raised, Stretches, deal
+from sparseprefill.mask.samples import Raised, Stretches, deal
 from sparseprefill.memory import Memory
 from sparseprefill.plan import Plan
 from sparseprefill.refiners.recall import _reach
@@ -126,7 +126,7 @@ def test_what_a_floor_adds(spot: Spot, target: float, dense_from: float, kind: s
 
     def plain(share: float) -> Any:
         floor = RecallFloor(target=min(max(share, 0.0), 1.0), dense_from=dense_from, speaks_for=spot.speaks_for)
-        return floor._raised(mass_of(*by_tile), at, Held(geometry, grid, have, ()), reach)
+        return floor._raised(mass_of(*by_tile), at, have, grid, reach)
 
     every, kept = by_tile
     moved = (every.to(DEVICE), None if kept is None else kept.to(DEVICE))

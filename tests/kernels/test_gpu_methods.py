@@ -8,19 +8,15 @@ import pytest
 import torch
 from attrs import evolve
 
+from helpers.correctors import Blend
 from sparseprefill import (
     AttentionCall,
     Corrector,
-    Delta,
     MaskRefiner,
     Memory,
-    Plan,
     PositionDecay,
-    Proxy,
-    ReferenceExecutor,
     RelativeThreshold,
     Result,
-    SparseMask,
     ValueWeights,
     build,
     default_registry,
@@ -154,27 +150,9 @@ def test_refiners_that_go_by_score_choose_as_on_the_cpu(name: str, refiners: tup
     assert int((expected ^ actual).sum()) <= 1e-2 * int(expected.sum())
 
 
-CORRECTORS = {"proxy": Proxy(), "proxy of 32": Proxy(tile=32), "delta": Delta(gamma=64)}
-
-
-@pytest.mark.parametrize("corrector", CORRECTORS.values(), ids=CORRECTORS)
-@pytest.mark.parametrize("tile", [32, 64])
-def test_correctors_give_what_they_give_on_the_cpu(tile: int, corrector: Corrector) -> None:
-    made = tensors("local", batch=2, heads=4, kv_heads=2, q_len=290, kv_len=353, head_dim=64)
-    outputs = []
-    for device in ("cpu", "cuda"):
-        call = AttentionCall(*(x.to(device) for x in made))
-        plan = Plan(SparseMask.from_rules(call, tile, band=1, sink=1))
-        before = ReferenceExecutor().execute(call, plan)
-        outputs.append(corrector.correct(call, plan, before, Memory()).out.cpu())
-        assert not torch.equal(outputs[-1], before.out.cpu())
-    assert output_error(outputs[1], outputs[0]) <= 1e-4
-
-
 @pytest.mark.filterwarnings("ignore:.*[Ss]ynchroniz.*:UserWarning")
-@pytest.mark.parametrize("corrector", CORRECTORS.values(), ids=CORRECTORS)
-def test_no_host_synchronisation_by_correctors(corrector: Corrector) -> None:
-    run_without_waiting("bfla", corrector=corrector)
+def test_no_host_synchronisation_by_a_pipeline_with_a_corrector() -> None:
+    run_without_waiting("bfla", corrector=Blend())
 
 
 def run_without_waiting(

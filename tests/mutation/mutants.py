@@ -29,8 +29,6 @@ KEPT_RESULTS = {"cache", "kept", "kept_by_sizes", "remembered"}  # decorators wi
 PACE = {
     "core/sparseprefill/breakeven/table.py": {"_KEPT"},
     "core/sparseprefill/executors/cpu.py": {"GATHERED", "RUN", "TOGETHER", "COLUMNS", "ALIKE", "JOINED"},
-    "plugins/delta/corrector.py": {"ENTRIES", "ENTRIES_ON_CPU"},
-    "plugins/proxy/corrector.py": {"ENTRIES", "ENTRIES_ON_CPU"},
     "core/sparseprefill/mask/count.py": {"ENTRIES"},
     "core/sparseprefill/mask/priority.py": {"ENTRIES"},
     "core/sparseprefill/pipeline.py": {"KEPT", "SHARE"},

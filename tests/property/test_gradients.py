@@ -12,7 +12,9 @@ from torch import Tensor
 
 import sparseprefill as sp
 from helpers.build import int32, make, random_mask
+from helpers.correctors import Blend
 from helpers.examples import SCOPES
+from helpers.stubs import Estimate
 from sparseprefill.executors.triton import TritonExecutor
 from sparseprefill.testing import attention
 from sparseprefill.testing.votes import computed
@@ -120,29 +122,17 @@ def test_skipping_leaves_something_out() -> None:
 
 @pytest.mark.parametrize("fields", [CALLS["plain"], CALLS["sinks and softcap"], {"batch": 2, "starts": int32(0, 9)}])
 @pytest.mark.parametrize("kind", ["tiles", "both"])
-@pytest.mark.parametrize("corrector", [sp.Proxy(), sp.Proxy(tile=4), sp.Delta(gamma=4)], ids=str)
-def test_of_what_a_corrector_changed(corrector: sp.Corrector, kind: str, fields: dict[str, Any]) -> None:
+def test_of_what_a_corrector_changed(kind: str, fields: dict[str, Any]) -> None:
     """Beside differences of the output itself; the mask is one and the same."""
     call = recorded(make(40, heads=4, kv_heads=2, dtype=torch.float64, **fields))
     plan = sp.Plan(random_mask(call, kind, (8, 8), 2, seed=1)).keep(band=0)
-    executor = sp.ReferenceExecutor()
+    pipeline = sp.Pipeline(Estimate(lambda *_: plan), corrector=Blend())
 
     def out(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        moved = evolve(call, q=q, k=k, v=v)
-        return corrector.correct(moved, plan, executor.execute(moved, plan), sp.Memory()).out
+        return pipeline.run(evolve(call, q=q, k=k, v=v)).out
 
-    assert not torch.equal(executor.execute(call, plan).out, out(call.q, call.k, call.v))
+    assert not torch.equal(pipeline.with_corrector(None).run(call).out, out(call.q, call.k, call.v))
     assert torch.autograd.gradcheck(out, (call.q, call.k, call.v), fast_mode=True)
-
-
-@pytest.mark.parametrize("corrector", [sp.Proxy(), sp.Delta(gamma=16)], ids=str)
-@calls
-def test_of_a_corrector_at_a_full_mask_are_those_of_dense_attention(
-    fields: dict[str, Any], corrector: sp.Corrector
-) -> None:
-    call = recorded(make(150, heads=4, kv_heads=2, dtype=torch.float64, **fields))
-    pipeline = sp.build("streaming", **sp.default_registry().get("streaming").full).with_corrector(corrector)
-    check(pipeline, call, lambda result: None)
 
 
 def paged(call: sp.AttentionCall, *, fp8: bool = False) -> tuple[sp.AttentionCall, Tensor, Tensor]:

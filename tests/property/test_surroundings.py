@@ -22,7 +22,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import sparseprefill as sp
 from helpers.build import int32, make, random_mask
+from helpers.correctors import Blend
 from helpers.examples import SCOPES
+from helpers.stubs import Estimate
 from sparseprefill.executors.dense import dense
 from sparseprefill.metrics import watched_recall
 from sparseprefill.refiners.recall import KeptWhole
@@ -56,7 +58,6 @@ REFINERS: dict[str, sp.MaskRefiner] = {
     "values": sp.ValueWeights(1.0),
     "decay": sp.PositionDecay(tiles=3),
 }
-CORRECTORS: dict[str, sp.Corrector] = {"proxy": sp.Proxy(), "delta": sp.Delta(gamma=16)}
 CALLS: dict[str, sp.AttentionCall] = {
     "plain": make(150, heads=4, kv_heads=2, kind="stripes"),
     "starts": make(90, 150, batch=2, heads=4, kv_heads=2, starts=int32(0, 37), softcap=3.0),
@@ -203,21 +204,15 @@ def masked(word: str) -> sp.Plan:
     return sp.Plan(random_mask(call, "both", (16, 16), 2, seed=1) | sp.SparseMask.from_rules(call, 16, band=0))
 
 
-@cache
-def executed(word: str) -> sp.Result:
-    return REFERENCE.execute(SHORT[word], masked(word))
-
-
-def corrected(corrector: str, word: str) -> sp.Result:
-    return CORRECTORS[corrector].correct(SHORT[word], masked(word), executed(word), sp.Memory())
+def corrected(word: str) -> sp.Result:
+    return sp.Pipeline(Estimate(lambda *_: masked(word)), corrector=Blend()).run(SHORT[word])
 
 
 @around
-@pytest.mark.parametrize("corrector", CORRECTORS)
-def test_a_corrector_alone(corrector: str, around: Around) -> None:
+def test_a_corrector_in_a_pipeline(around: Around) -> None:
     for word in SHORT:
-        executed(word)
-        unchanged(around, corrected, corrector, word)
+        masked(word)  # not within
+        unchanged(around, corrected, word)
 
 
 @cache
@@ -317,26 +312,26 @@ def faked(call: sp.AttentionCall, mode: FakeTensorMode) -> sp.AttentionCall:
 def corrected_or_not() -> Iterator[Any]:
     """Every method alone; a method of each head scope with a corrector, and with ``-m thorough`` all."""
     for name in METHODS:
-        yield name, (None,)
+        yield name, None
         marks = [] if name in SCOPES.values() else [pytest.mark.thorough]
-        yield pytest.param(name, tuple(CORRECTORS.values()), marks=marks)
+        yield pytest.param(name, Blend(), marks=marks)
 
 
-@pytest.mark.parametrize(("name", "correctors"), corrected_or_not())
-def test_a_call_of_fake_tensors_leaves_nothing_behind(name: str, correctors: tuple[sp.Corrector | None, ...]) -> None:
+@pytest.mark.parametrize(("name", "corrector"), corrected_or_not())
+def test_a_call_of_fake_tensors_leaves_nothing_behind(name: str, corrector: sp.Corrector | None) -> None:
     """Of sizes that no call had before it, and of sizes that one had: real calls of them come out the same."""
-    for number, corrector in enumerate(correctors, len(correctors) - 1):
-        pipeline = small(name).with_corrector(corrector).with_recall(0.9)
-        call = make(151 + 3 * METHODS.index(name) + number, heads=4, kv_heads=2, kind="stripes")
-        found = []
-        for _ in range(2):
-            with FakeTensorMode() as mode, suppress(sp.StageError):  # most methods read values on a CPU
-                pipeline.run(faked(call, mode))
-            found.append(tensors_of(pipeline.run(call)))
-        with FlopCounterMode(display=False):
-            expected = tensors_of(pipeline.run(call))  # by nothing that is kept
-        for actual in found:
-            assert all(torch.equal(*pair) for pair in zip(expected, actual, strict=True))
+    pipeline = small(name).with_corrector(corrector).with_recall(0.9)
+    length = 151 + 2 * METHODS.index(name) + (corrector is not None)
+    call = make(length, heads=4, kv_heads=2, kind="stripes")
+    found = []
+    for _ in range(2):
+        with FakeTensorMode() as mode, suppress(sp.StageError):  # most methods read values on a CPU
+            pipeline.run(faked(call, mode))
+        found.append(tensors_of(pipeline.run(call)))
+    with FlopCounterMode(display=False):
+        expected = tensors_of(pipeline.run(call))  # by nothing that is kept
+    for actual in found:
+        assert all(torch.equal(*pair) for pair in zip(expected, actual, strict=True))
 
 
 def test_sizes_alone_can_be_asked_of_fake_tensors() -> None:

@@ -8,6 +8,7 @@ import torch
 
 import sparseprefill as sp
 from helpers.build import make
+from helpers.correctors import Blend
 from helpers.refusals import Refusal, invalid_call, over, parameter_error, stage_error
 from helpers.stubs import Estimate, Observe, Refine
 from sparseprefill import metrics
@@ -94,7 +95,7 @@ UNIONS = [
         for part in (Estimate, int, 3, object())
     ),
     parameter_error(
-        "part 1 has a corrector, which would not run", sp.UnionEstimator, DENSE, STREAMING.with_corrector(sp.Proxy())
+        "part 1 has a corrector, which would not run", sp.UnionEstimator, DENSE, STREAMING.with_corrector(Blend())
     ),
 ]
 

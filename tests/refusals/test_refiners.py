@@ -1,4 +1,4 @@
-"""What refiners and correctors refuse: parameters out of bounds, and plans that they cannot work on.
+"""What refiners refuse: parameters out of bounds, and plans that they cannot work on.
 
 Values that no parameter of their type takes are in `helpers.bad_inputs`, for every parameter.
 """
@@ -72,11 +72,6 @@ PLANS = [
     parameter_error(
         r"^RecallFloor\.span is 24: pass a multiple of 16, the tokens of the plan's",
         *(sp.RecallFloor(span=24).refine, make(64), sp.Plan(sp.SparseMask.empty(make(64), 16)), sp.Memory()),
-    ),
-    parameter_error(
-        r"Proxy\.tile is 3: pass a divisor of 8",
-        sp.build("streaming", sink=8, window=8, block=8).with_corrector(sp.Proxy(tile=3)).run,
-        make(40),
     ),
 ]
 

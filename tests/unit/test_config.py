@@ -17,6 +17,7 @@ import torch
 
 import sparseprefill as sp
 from helpers.build import make
+from helpers.correctors import Blend, blending
 from sparseprefill.config import inner_method
 from sparseprefill.errors import ParameterError, UnknownMethodError
 from sparseprefill.profiles.identity import ModelIdentity
@@ -228,10 +229,8 @@ def test_unions_within_unions_to_the_last() -> None:
             {"method": "dense", "refiners": [{"name": "budget-floor"}]},
             r"refiners\[0\]: BudgetFloor\(.*pass either tiles or share",
         ),
-        ({"method": "dense", "corrector": "proxi"}, "corrector: no corrector is named 'proxi'; did you mean 'proxy'"),
+        ({"method": "dense", "corrector": "delta"}, "corrector: no corrector is named 'delta'. Known: none"),
         ({"method": "dense", "corrector": {"tile": 4}}, "corrector.name is missing"),
-        ({"method": "dense", "corrector": {"name": "delta", "gamma": 0}}, "corrector.gamma is 0: pass an integer >= 1"),
-        ({"method": "dense", "corrector": {"name": "delta", "tile": 1}}, "corrector.tile is unknown"),
         ({"method": "dense", "corrector": False}, "corrector is False: give a table"),
         ({"method": "dense", "executor": {"precision": "int4"}}, "executor.precision is 'int4': pass 'call' or 'int8'"),
         (
@@ -249,12 +248,8 @@ def test_unions_within_unions_to_the_last() -> None:
             ".*dense has an executor, which would not run",
         ),
         (
-            {"union": [{"method": "dense", "corrector": "delta"}]},
+            {"union": [{"method": "dense", "corrector": "mine"}]},
             r"union\[0\].corrector has no meaning there: put corrector next to union",
-        ),
-        (
-            {"method": "star-attention", "parameters": {"inner": {"method": "dense", "corrector": "delta"}}},
-            ".*dense has a corrector, which would not run",
         ),
         (
             {"union": [{"method": "dense", "profile": "a.json"}]},
@@ -342,12 +337,31 @@ def test_clusters_are_found_beside_the_file(tmp_path: Path, source: str) -> None
 
 @pytest.mark.parametrize(
     ("given", "made"),
-    [("proxy", sp.Proxy()), ({"name": "proxy", "tile": 32}, sp.Proxy(tile=32)), ("delta", sp.Delta())],
+    [("blend", Blend()), ({"name": "blend"}, Blend()), ({"name": "blend", "share": 1}, Blend(share=1))],
 )
 def test_a_corrector_by_name_or_by_table(given: Any, made: sp.Corrector) -> None:
-    pipeline = sp.from_config({"union": [{"method": "dense"}, {"method": "streaming"}], "corrector": given})
+    table = {"union": [{"method": "dense"}, {"method": "streaming"}], "corrector": given}
+    pipeline = sp.from_config(table, registry=blending())
     assert isinstance(pipeline, sp.Pipeline)
     assert pipeline.corrector == made
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("blond", "corrector: no corrector is named 'blond'; did you mean 'blend'"),
+        ({"name": "blend", "share": 2}, "corrector.share is 2: pass a number"),
+        ({"name": "blend", "tile": 1}, "corrector.tile is unknown"),
+    ],
+)
+def test_the_key_of_a_corrector_at_fault_is_named(given: Any, message: str) -> None:
+    with pytest.raises(ParameterError, match=f"^{message}"):
+        sp.from_config({"method": "dense", "corrector": given}, registry=blending())
+
+
+def test_an_inner_method_has_no_corrector() -> None:
+    with pytest.raises(ParameterError, match="dense has a corrector, which would not run"):
+        inner_method(sp.build("dense").with_corrector(Blend()), "")
 
 
 @pytest.mark.parametrize("of", [{"method": "streaming"}, {"union": [{"method": "dense"}, {"method": "streaming"}]}])

@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
-from sparseprefill.plugins.delta import corrector as delta
 from sparseprefill.plugins.flashprefill import threshold
-from sparseprefill.plugins.proxy import corrector as proxy
 
 import sparseprefill as sp
 from helpers.build import make
@@ -25,14 +23,11 @@ def call() -> sp.AttentionCall:
     return make(LENGTH, heads=HEADS)
 
 
-def plan(given: sp.AttentionCall, stripes: bool) -> sp.Plan:
+def plan(given: sp.AttentionCall) -> sp.Plan:
     """The diagonal tiles, and a few columns for all rows together."""
-    none = torch.zeros(1, 1, 4, 4, dtype=torch.bool)
-    mask = sp.SparseMask.from_tiles(given, none, TILE)
-    if stripes:
-        keys = torch.arange(LENGTH) % 9 == 0
-        mask |= sp.SparseMask.from_stripes(given, keys.view(1, 1, 1, -1), 1, TILE, diagonal=False)
-    return sp.Plan(mask)
+    keys = torch.arange(LENGTH) % 9 == 0
+    mask = sp.SparseMask.from_tiles(given, torch.zeros(1, 1, 4, 4, dtype=torch.bool), TILE)
+    return sp.Plan(mask | sp.SparseMask.from_stripes(given, keys.view(1, 1, 1, -1), 1, TILE, diagonal=False))
 
 
 @pytest.fixture
@@ -53,48 +48,6 @@ def pieces(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
         return found
 
     return watch
-
-
-def corrected(corrector: sp.Corrector, given: sp.AttentionCall, chosen: sp.Plan) -> torch.Tensor:
-    return corrector.correct(given, chosen, sp.ReferenceExecutor().execute(given, chosen), sp.Memory()).out
-
-
-@pytest.mark.parametrize(("rows", "expected"), [(3.0, [3] * 5 + [1]), (2.999, [2] * 8), (0.5, [1] * 16), (99.0, [16])])
-def test_delta_looks_at_some_rows_at_a_time(pieces: Any, rows: float, expected: list[int]) -> None:
-    given, corrector = call(), sp.Delta(gamma=4)
-    whole = corrected(corrector, given, plan(given, False))
-    entries = int(rows * HEADS * LENGTH)
-    found = pieces(delta, "_differences", ("ENTRIES", "ENTRIES_ON_CPU"), entries, lambda *a: a[5].shape[1])
-    assert torch.allclose(whole, corrected(corrector, given, plan(given, False)), atol=1e-6)
-    assert found == expected
-
-
-def test_delta_is_the_papers() -> None:
-    """Every 64th row is dense where nothing is said (Delta Attention, section 4)."""
-    assert sp.Delta().gamma == sp.Delta().grain == 64
-
-
-def test_delta_counts_its_rows_from_the_first_token() -> None:
-    """Padding of more rows than lie between two dense ones changes nothing."""
-    given, corrector, padding = call(), sp.Delta(gamma=4), 13
-    whole = corrected(corrector, given, sp.Plan(sp.SparseMask.from_rules(given, TILE, band=0)))
-    q, k, v = (torch.cat([torch.randn_like(x[:, :, :padding]), x], 2) for x in (given.q, given.k, given.v))
-    padded = sp.AttentionCall(q, k, v, starts=torch.tensor([padding], dtype=torch.int32))
-    shifted = corrected(corrector, padded, sp.Plan(sp.SparseMask.from_rules(padded, TILE, band=0)))[:, :, padding:]
-    assert torch.allclose(whole, shifted, atol=1e-6)
-
-
-@pytest.mark.parametrize("stripes", [False, True])
-@pytest.mark.parametrize(("tiles", "expected"), [(2.0, [2, 2]), (1.999, [1] * 4), (3.0, [3, 1]), (0.1, [1] * 4)])
-def test_proxies_enter_some_query_tiles_at_a_time(
-    pieces: Any, stripes: bool, tiles: float, expected: list[int]
-) -> None:
-    given, corrector = call(), sp.Proxy()
-    whole = corrected(corrector, given, plan(given, stripes))
-    each = (LENGTH // TILE) * HEADS * (TILE + (TILE + DIM + DIM if stripes else 0))  # logits, and means of its own
-    found = pieces(proxy, "_corrected", ("ENTRIES", "ENTRIES_ON_CPU"), int(tiles * each), lambda *a: a[4].shape[1])
-    assert torch.allclose(whole, corrected(corrector, given, plan(given, stripes)), atol=1e-6)
-    assert found == expected
 
 
 @pytest.mark.parametrize(("groups", "expected"), [(3, [(2, 1), (1, 1)]), (2, [(2, 1), (1, 1)]), (1, [(1, 1)] * 3)])
@@ -160,7 +113,7 @@ def test_a_budget_fits_some_heads_and_tiles_at_a_time(
 ) -> None:
     given = call()
     scores = sp.PriorityScores(columns=torch.rand(1, HEADS, 4, LENGTH), rows=TILE)
-    chosen, refiner = evolve(plan(given, True), priority=scores), sp.BudgetCeiling(share=0.4)
+    chosen, refiner = evolve(plan(given), priority=scores), sp.BudgetCeiling(share=0.4)
     whole = refiner.refine(given, chosen, sp.Memory()).mask.to_dense()
     monkeypatch.setattr(budget, "BLOCKS", 1)  # so that the keys are the most that a piece holds
     monkeypatch.setattr(budget, "ENTRIES", int(pieces_of * LENGTH))

@@ -165,10 +165,7 @@ def test_the_built_in_parts_come_through_entry_points() -> None:
     owners = {name: registry.owner("refiner", name).name for name in registry.refiners()}
     expected = {"position-decay": "stem", "value-weights": "stem", "relative-threshold": "flashprefill"}
     assert expected == {name: owner for name, owner in owners.items() if owner != "core"}
-    assert {name: registry.owner("corrector", name).name for name in registry.offered("corrector")} == {
-        "delta": "delta",
-        "proxy": "proxy",
-    }
+    assert dict(registry.correctors()) == {}
 
 
 def test_configurations_look_parts_up_in_the_registry_that_is_passed() -> None:

@@ -12,7 +12,7 @@ from attrs import evolve, frozen
 from helpers.build import make
 from helpers.registry_plugins import method
 from helpers.stubs import Estimate, Observe, Refine
-from sparseprefill import Corrector, Proxy
+from sparseprefill import Corrector
 from sparseprefill.errors import MaskError, StageError, frameless
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.pipeline import Pipeline
@@ -96,7 +96,7 @@ def test_refiner_and_carry_with_a_mask_for_another_shape() -> None:
 
 
 def test_whether_an_object_is_a_corrector_can_be_asked() -> None:
-    assert isinstance(Proxy(), Corrector)
+    assert isinstance(Correct(fail), Corrector)
     assert not isinstance(Broken(), Corrector)
 
 

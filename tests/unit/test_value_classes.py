@@ -79,7 +79,7 @@ def test_one_made_alike_is_another(build: Callable[[], Any]) -> None:
 
 
 KINDS = (
-    *(count.Lists, count._Rows, export.Selection, export._Cells, export._Seen, samples.Held),
+    *(count.Lists, count._Rows, export.Selection, export._Cells, export._Seen),
     *(values.WeightedPriority, values._Norms),
     *(samples.KeptKeys, cpu._Row, cpu._Entries, PriorityScores, BestOf),
     *(
@@ -223,7 +223,7 @@ def test_counts_begin_at_nothing() -> None:
 @pytest.mark.parametrize(
     ("kind", "names"),
     [
-        (sp.Proxy, {"tile"}), (sp.Delta, {"gamma"}), (sp.RecallFloor, {"target", "rows", "span"}),
+        (sp.RecallFloor, {"target", "rows", "span"}),
         (LayerRecall, {"mean", "low_calls"}), (PriorityScores, {"tile_q", "tiles"}),
         (Unmeasured, {"keys", "work"}), (sp.RelativeThreshold, {"sink", "local"}), (sp.SkipSoftmax, {"grain"}),
     ],

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from sparseprefill.plugins.delta import corrector as delta
 from sparseprefill.plugins.flashprefill import threshold
-from sparseprefill.plugins.proxy import corrector as proxy
 from sparseprefill.plugins.stem import values
 
 import sparseprefill as sp
@@ -28,12 +26,10 @@ STAGES: dict[str, Any] = {
     "recall by span": sp.RecallFloor(span=1024, rows=8),
     "reference": sp.ReferenceExecutor(),
     "triton": TritonExecutor(),
-    "proxy": sp.Proxy(),
 }
 IN_BLOCKS: dict[str, Any] = {
     "threshold": sp.RelativeThreshold(0.1),
     "values": sp.ValueWeights(1.0),
-    "delta": sp.Delta(),
     "dense rows": sp.DenseRows(128),
 }
 EVERY = {**STAGES, **IN_BLOCKS}
@@ -101,28 +97,6 @@ def test_figures_of_one_call(stage: Any, expected: int) -> None:
 
 
 MORE: dict[str, tuple[Any, Any, Callable[[int], int]]] = {
-    # Maps; keys and values three times; logits; for 5 sampled rows as much as a query and an output; output.
-    "delta": (
-        *(sp.Delta(gamma=64), delta),
-        lambda block: (
-            (18 * 3 * 6 * 4 + 9 * 700 * 128 * 12) + (20 * max(block, 18 * 700) + 18 * (5 * 128 * 8 + 3 * 300 * 64 * 4))
-        ),
-    ),
-    # Maps; means of keys and values; output, rounded up to whole tiles, twice; logits, tiles and their means.
-    "proxy": (
-        *(sp.Proxy(), proxy),
-        lambda block: (
-            (18 * 3 * 6 * 4 + 9 * 6 * 128 * 16)
-            + (18 * (300 + 256) * 64 * 4 * 2 + 24 * max(block, 18 * 6 * (128 + 128 + 128)))
-        ),
-    ),
-    "proxy of 64": (
-        *(sp.Proxy(tile=64), proxy),
-        lambda block: (
-            (18 * 3 * 11 * 4 + 9 * 11 * 128 * 16)
-            + (18 * (300 + 256) * 64 * 4 * 2 + 24 * max(block, 18 * 11 * (128 + 64 + 128)))
-        ),
-    ),
     # Lists of one group of rows that may have every column; scores of the keys of 3 batch rows.
     "threshold": (
         *(sp.RelativeThreshold(0.1), threshold),
@@ -139,7 +113,7 @@ def test_figures_beside_a_block(
     stage: Any, module: Any, expected: Callable[[int], int], block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the same call; block: entries of one, where the call's own are not more."""
-    monkeypatch.setattr(module, "ENTRIES_ON_CPU" if hasattr(module, "ENTRIES_ON_CPU") else "ENTRIES", block)
+    monkeypatch.setattr(module, "ENTRIES", block)
     assert expected(block) == bound(stage, rows=300, keys=700)
 
 

@@ -12,7 +12,7 @@ from attrs import frozen
 from torch import Tensor
 
 from sparseprefill.call import rows_at
-from sparseprefill.mask.geometry import Geometry, kept_by_sizes, rows_around
+from sparseprefill.mask.geometry import Geometry, kept_by_sizes
 from sparseprefill.mask.mask import SparseMask
 
 
@@ -132,29 +132,6 @@ class KeptKeys:
     def by_row(self) -> Tensor:
         """bool ``[B, Hq, n, X]``."""
         return self.map if self.line is None else rows_at(self.map, self.line)
-
-
-@frozen(eq=False)
-class Held:
-    """The masks of a plan, its carry's region included, on one grid. Nothing is read on the host.
-
-    grid: tokens of a query tile and of a key tile, which divide those of all masks. map: bool ``[B, Hq, R, C]``, the
-    key tiles that a mask holds as tiles; not to be written to.
-    """
-
-    geometry: Geometry
-    grid: tuple[int, int]
-    map: Tensor
-    masks: tuple[SparseMask, ...]
-
-    def tiles(self, tile: Tensor) -> Tensor:
-        """bool ``[B, Hq, n, C]``: the key tiles of query tiles, int64 ``[B, n]``, by their index on each row's grid."""
-        return rows_around(self.geometry, self.map, tile * self.grid[0], self.grid[0])
-
-    def stripes(self, tile: Tensor, width: int) -> Tensor | None:
-        """bool ``[B, Hq, n, width]``: the stripes of query tiles by position; None where no mask has any."""
-        keys = stripes_at(self.masks, tile * self.grid[0], width)
-        return None if keys is None else keys.by_row[..., :width]
 
 
 def stripes_at(masks: Sequence[SparseMask], position: Tensor, width: int) -> KeptKeys | None:

@@ -14,7 +14,7 @@ from sparseprefill.call import AttentionCall, rows_at, uncast
 from sparseprefill.errors import ParameterError, nearest, printed
 from sparseprefill.mask.geometry import Geometry
 from sparseprefill.mask.mask import SparseMask
-from sparseprefill.mask.samples import Held, Raised, Stretches, deal, stripes_at
+from sparseprefill.mask.samples import Raised, Stretches, deal, stripes_at
 from sparseprefill.mask.tile_map import TileMap
 from sparseprefill.memory import Memory
 from sparseprefill.parts.workspace import default_workspace
@@ -102,34 +102,37 @@ class RecallFloor:
         if self.span is not None and self.span % grid[0]:
             remedy = f"pass a multiple of {grid[0]}, the tokens of the plan's query tiles"
             raise ParameterError(f"RecallFloor.span is {self.span}: {remedy}")
-        held, reach = plan.held(), _reach(geometry, grid)
+        have, reach = plan.tiles_on(*grid), _reach(geometry, grid)
         at = deal(geometry, grid[0], self.rows, self.span)
-        stripes = stripes_at(held.masks, at.position, geometry.tile_columns(grid[1]) * grid[1])
+        stripes = stripes_at(plan.masks, at.position, geometry.tile_columns(grid[1]) * grid[1])
         by_tile = lse_by_tile(call, at.rows, at.real, grid[1], stripes)
-        raised = self._by_kernels(by_tile, at, held, reach) if kernels.serve(call.q) else None
+        raised = self._by_kernels(by_tile, at, have, grid, reach) if kernels.serve(call.q) else None
         if raised is None:
-            raised = self._raised(mass_of(*by_tile), at, held, reach)
+            raised = self._raised(mass_of(*by_tile), at, have, grid, reach)
         widened = plan.widen(SparseMask.from_rules(call, grid, keep=raised.added))
         return _noted(widened, SampledRecall(at.rows, at.real, raised.before, raised.after), raised.dense.any(-1))
 
     def _by_kernels(
-        self, by_tile: tuple[Tensor, Tensor | None], at: Stretches, held: Held, reach: Tensor
+        self, by_tile: tuple[Tensor, Tensor | None], at: Stretches, have: Tensor, grid: tuple[int, int], reach: Tensor
     ) -> Raised | None:
         """Do the work of `_raised` in a few launches; None for calls that the kernels do not know."""
         from sparseprefill.kernels.sampled import floor
 
         known = self.speaks_for != "tile" and by_tile[0].dtype == torch.float32
-        if not known or held.map.shape[-1] > floor.MOST_COLUMNS:
+        if not known or have.shape[-1] > floor.MOST_COLUMNS:
             return None
-        tiles, neighbours = floor.Held(held.map, reach), self.speaks_for == "neighbours"
+        tiles, neighbours = floor.Held(have, reach), self.speaks_for == "neighbours"
         return floor.raised(
-            by_tile, at, tiles, held.grid, target=self.target, dense_from=self.dense_from, neighbours=neighbours
+            by_tile, at, tiles, grid, target=self.target, dense_from=self.dense_from, neighbours=neighbours
         )
 
-    def _raised(self, mass: RowMass, at: Stretches, held: Held, reach: Tensor) -> Raised:
-        """The floor's addition. reach: tiles with an allowed pair, bool ``[B, 1, R, C]``."""
-        grid, reach = held.grid, reach & at.inhabited[:, None, :, None]
-        have, free = held.map & reach, ~held.map & reach
+    def _raised(self, mass: RowMass, at: Stretches, have: Tensor, grid: tuple[int, int], reach: Tensor) -> Raised:
+        """The floor's addition, on the plan's grid.
+
+        have: tiles that the plan holds, bool ``[B, Hq, R, C]``. reach: those with an allowed pair, ``[B, 1, R, C]``.
+        """
+        reach = reach & at.inhabited[:, None, :, None]
+        have, free = have & reach, ~have & reach
         own = rows_at(have, at.own)
         lost = torch.where(own, 0.0, mass.tiles - mass.kept).nan_to_num(nan=0.0).clamp(min=0.0)
         before = torch.where(own, mass.tiles, mass.kept).sum(-1)

@@ -68,15 +68,6 @@ def test_a_plan_of_another_call_is_refused(verb: str, executor: Any, other: str)
             VERBS[verb](executor, CALL, plan)
 
 
-@pytest.mark.parametrize("corrector", [sp.Proxy(), sp.Delta()], ids=["proxy", "delta"])
-def test_correctors_refuse_it_too(corrector: sp.Corrector) -> None:
-    plan = sp.Plan(sp.SparseMask.full(CALL))
-    result, other = CPU.execute(CALL, plan), sp.Plan(sp.SparseMask.full(evolve(CALL, window=11)))
-    assert corrector.correct(CALL, plan, result, sp.Memory()).lse is result.lse
-    with pytest.raises(sp.MaskError, match=r"window=11.*window=12"):
-        corrector.correct(CALL, other, result, sp.Memory())
-
-
 @pytest.mark.parametrize("executor", [CPU, REFERENCE], ids=["cpu", "reference"])
 def test_a_carry_of_another_call_is_refused_behind_a_mask_made_later(executor: Any) -> None:
     theirs = evolve(CALL, starts=None)

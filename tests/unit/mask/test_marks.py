@@ -424,10 +424,11 @@ def test_a_plan_without_tiles_holds_none_on_its_own_grid() -> None:
     call = make(24, 40)
     columns = torch.ones(1, 2, 1, 40, dtype=torch.bool)
     mask = sp.SparseMask.from_stripes(call, columns, 8, (8, 4), diagonal=False)
-    held = sp.Plan(mask).held()
-    assert (8, 4) == held.grid
-    assert (1, 2, call.geometry.tile_rows(8), 10) == tuple(held.map.shape)
-    assert not held.map.any()
+    plan = sp.Plan(mask)
+    assert (8, 4) == plan.common_grid()
+    held = plan.tiles_on(8, 4)
+    assert (1, 2, call.geometry.tile_rows(8), 10) == tuple(held.shape)
+    assert not held.any()
 
 
 @pytest.mark.parametrize("width", [1, 4, 6])
