@@ -58,6 +58,8 @@ class Uncounted:
             return self
         device = self.geometry.device
         with torch.cuda.device(device if device.type == "cuda" else -1):
+            if len(self.lists) == 1:
+                return evolve(self, lists=(), pairs=self.lists[0].pairs_by_tile())
             return evolve(self, lists=(), pairs=reduce(torch.add, (one.pairs() for one in self.lists)))
 
     def count(self) -> tuple[int, int]:

@@ -111,6 +111,12 @@ def ordered(keys: Tensor) -> Tensor:
     return torch.arange(keys.numel(), dtype=torch.int32)
 
 
+def ordered_lists(counts: Tensor, more: Tensor | None, ratio: int, per: int) -> Tensor:
+    """The same of lists."""
+    order.longest_lists_first(counts, more, ratio, per)
+    return torch.arange(counts.numel() * per, dtype=torch.int32)
+
+
 def lengths(pipeline: Pipeline, seen: set[tuple[str, str]]) -> list[str]:
     """Kernels that whole prompts of later lengths would compile behind the first ones."""
 
@@ -136,7 +142,7 @@ def main(methods: Sequence[str]) -> None:
     replace(kernels, serve=lambda _: True)
     known(HOPPER_INT8, HOPPER)
     replace(JITFunction, run=recording(seen))
-    replace(hopper, longest_first=ordered)
+    replace(hopper, longest_first=ordered, longest_lists_first=ordered_lists)
     registry = default_registry()
     found: dict[str, dict[str, Any]] = {}
     for name in methods:

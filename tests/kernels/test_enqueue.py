@@ -39,13 +39,13 @@ def test_a_driver_gets_what_triton_gives_it(seed: int) -> None:
 def test_a_launch_fills_what_it_is_given_however_often() -> None:
     for count in (5, 64, 5):
         keys, order = torch.arange(count, dtype=torch.int32), torch.empty(count, dtype=torch.int32)
-        given = keys.to(DEVICE), order.to(DEVICE), count
+        given = keys.to(DEVICE), None, order.to(DEVICE), count, 0, 1, 0
         for _ in range(3):
-            given[1].zero_()
+            given[2].zero_()
             module.enqueue(
                 longest_first_kernel, (1,), *given, BLOCK=64, AT_ONCE=256, num_warps=4, enable_fp_fusion=True
             )
-            assert given[1].tolist() == list(reversed(range(count)))
+            assert given[2].tolist() == list(reversed(range(count)))
     assert not module.FAILED
 
 
@@ -54,7 +54,7 @@ def test_on_a_gpu_launches_are_remembered() -> None:
     keys, order = (torch.zeros(64, dtype=torch.int32, device=DEVICE) for _ in range(2))
     module._KNOWN.pop(id(longest_first_kernel), None)
     for _ in range(2):
-        module.enqueue(longest_first_kernel, (1,), keys, order, 64, BLOCK=64, AT_ONCE=256, num_warps=4)
+        module.enqueue(longest_first_kernel, (1,), keys, None, order, 64, 0, 1, 0, BLOCK=64, AT_ONCE=256, num_warps=4)
     _, known = module._KNOWN[id(longest_first_kernel)]
     assert len(known) == 1
     assert not module.FAILED

@@ -173,41 +173,41 @@ class Launch:
 
 @frozen(eq=False)
 class Operator:
-    """An operator of torch. fresh: which of the tensors that it returns begin a root."""
+    """An operator of torch. fresh: which of the tensors that it returns begin a root. spots: places among its arguments
+    by position; deep: whether others stand in lists, or behind names."""
 
     func: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     fresh: tuple[int, ...]
     places: list[Place] = field(init=False)
+    spots: tuple[tuple[int, Place], ...] = field(init=False)
+    deep: bool = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         found = list[Place]()
         mapped(lambda x: found.append(x) if isinstance(x, Place) else None, [*self.args, *self.kwargs.values()])
-        object.__setattr__(self, "places", found)
+        spots = tuple((i, x) for i, x in enumerate(self.args) if isinstance(x, Place))
+        for name, value in (("places", found), ("spots", spots), ("deep", len(spots) < len(found))):
+            object.__setattr__(self, name, value)
 
     def placed(self, settled: Callable[[Any], Any]) -> Self:
         """With final places."""
         kwargs = {name: mapped(settled, x) for name, x in self.kwargs.items()}
         return type(self)(self.func, mapped(settled, self.args), kwargs, self.fresh)
 
-    def run(self, roots: list[Tensor]) -> None:
-        """Put the new tensors that it makes behind the roots."""
-        args, kwargs = self.args, self.kwargs
-        if self.places:
+    def given(self, roots: list[Tensor]) -> tuple[Any, dict[str, Any]]:
+        """Its arguments with tensors in the place of places."""
 
-            def there(x: Any) -> Any:
-                return x.of(roots[x.root]) if type(x) is Place else x
+        def there(x: Any) -> Any:
+            return x.of(roots[x.root]) if type(x) is Place else x
 
-            args = mapped(there, args)
-            kwargs = {name: mapped(there, x) for name, x in kwargs.items()} if kwargs else kwargs
-        found = self.func(*args, **kwargs)
-        if isinstance(found, Tensor):
-            if self.fresh:
-                roots.append(found)
-        elif self.fresh:
-            made = list(tensors_of(found))
-            roots += [made[i] for i in self.fresh]
+        return mapped(there, self.args), {name: mapped(there, x) for name, x in self.kwargs.items()}
+
+    def made(self, found: Any) -> list[Tensor]:
+        """Of what it returns, what begins a root."""
+        made = list(tensors_of(found))
+        return [made[i] for i in self.fresh]
 
 
 Fact = tuple[torch.dtype, torch.Size, tuple[int, ...], int, int]
@@ -285,8 +285,18 @@ class Step:
         stream: Any = None
         for one in self.work:
             if type(one) is Operator:
-                one.run(roots)
-                addresses += [x.data_ptr() for x in roots[len(addresses) :]]
+                args, kwargs = one.args, one.kwargs
+                if one.spots:
+                    args = [*args]
+                    for i, place in one.spots:
+                        args[i] = place.of(roots[place.root])
+                if one.deep:
+                    args, kwargs = one.given(roots)
+                found = one.func(*args, **kwargs)
+                if one.fresh:
+                    made = [found] if isinstance(found, Tensor) else one.made(found)
+                    roots += made
+                    addresses += [x.data_ptr() for x in made]
                 continue
             if one.options is not None:
                 one.interpreted(roots, layer)

@@ -121,7 +121,7 @@ class Lists:
         return self.indices[where.clamp(0, self.indices.numel() - 1)].to(torch.int64)
 
 
-def pairs(
+def by_tile(
     geometry: Geometry,
     sizes: tuple[int, int, int, int],
     tiles: IndexLists | None,
@@ -129,7 +129,8 @@ def pairs(
     *,
     disjoint: bool,
 ) -> Tensor:
-    """int64 ``[B, Hq]`` on the lists' device: allowed pairs selected, each once.
+    """int64 ``[B, Hq, n]`` on the lists' device: allowed pairs selected, each once. n: query tiles where kernels count,
+    in one launch; else 1.
 
     sizes: tokens of a query tile and of a key tile, query tiles that share a list of stripes, and tokens of a stripe.
     disjoint: no stripe lies in a selected tile of its query tile group. In plain PyTorch a few heads at a time, so that
@@ -142,11 +143,11 @@ def pairs(
         plain = (None if one is None else (one.counts, one.offsets, one.indices) for one in lists)
         return pair_counts(geometry, sizes, *plain, disjoint=disjoint)
     if all(one.same_heads for one in lists if one is not None):
-        return _of_heads(geometry, sizes, lists, disjoint, slice(0, 1)).expand(-1, geometry.heads)
+        return _of_heads(geometry, sizes, lists, disjoint, slice(0, 1)).expand(-1, geometry.heads)[..., None]
     rows = geometry.batch * geometry.tile_rows(sizes[0])
     size = max(1, ENTRIES // (rows * (sizes[0] + 2 * sizes[1])))
     heads = (slice(h, min(h + size, geometry.heads)) for h in range(0, geometry.heads, size))
-    return torch.cat([_of_heads(geometry, sizes, lists, disjoint, part) for part in heads], 1)
+    return torch.cat([_of_heads(geometry, sizes, lists, disjoint, part) for part in heads], 1)[..., None]
 
 
 def _of_heads(

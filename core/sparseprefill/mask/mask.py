@@ -317,10 +317,14 @@ class SparseMask:
     def pairs(self) -> Tensor:
         """int64 ``[B, Hq]`` on the mask's device: allowed pairs selected. Nothing is read on the host but on a CPU,
         where lists that are no ascending, distinct indices are refused: MaskError."""
+        return self.pairs_by_tile().sum(-1)
+
+    def pairs_by_tile(self) -> Tensor:
+        """int64 ``[B, Hq, n]``: what `pairs` adds up, of each query tile where kernels count."""
         if self.doubtful:
             _ = self.looked_at
         sizes = (self.tile_q, self.tile_k, self.group, self.stripe_width)
-        return count.pairs(self.geometry, sizes, self.tiles, self.stripes, disjoint=self.disjoint)
+        return count.by_tile(self.geometry, sizes, self.tiles, self.stripes, disjoint=self.disjoint)
 
     @property
     def density(self) -> float:

@@ -8,6 +8,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sparseprefill.call import AttentionCall
+from sparseprefill.kernels import apart
 from sparseprefill.kernels.attention.arguments import Arguments as Given
 from sparseprefill.kernels.attention.arguments import flat
 from sparseprefill.kernels.attention.together import Together
@@ -15,7 +16,7 @@ from sparseprefill.kernels.family.chips import multiprocessors
 from sparseprefill.kernels.family.record import Job, Launched, Wanted
 from sparseprefill.kernels.hopper.kernel import hopper_attention_fwd_kernel
 from sparseprefill.kernels.launch import enqueue
-from sparseprefill.kernels.lists.order import longest_first, prepare
+from sparseprefill.kernels.lists.order import longest_first, longest_lists_first, prepare
 from sparseprefill.kernels.roles.arguments import Arguments, Cache, Eight, Outputs, Sizes
 from sparseprefill.kernels.roles.paging import PANEL
 from sparseprefill.kernels.roles.quantise import TILE, errors_of
@@ -214,7 +215,7 @@ def _run(
     eight: Eight | None = None,
 ) -> Tensor:
     """One launch, of all items or of those in `order`."""
-    prepare(call.q.device)
+    apart(prepare, call.q.device)
     (batch, heads, _, width), q, source = call.q.shape, given.queries.ptr, Source.of(call)
     block_n, fp8 = min(mask.tile_k, BLOCK_N[width]), FORMATS.get(source.k.dtype)
     stages, registers = (STAGES, REGISTERS) if fp8 is None else (STAGES_FP8, CONVERTING)
@@ -265,7 +266,7 @@ def _order(call: AttentionCall, mask: SparseMask, blocks: int) -> Tensor | None:
     is drawn last keeps all waiting. Of whole prompts, a head's own blocks are enough to fill the gaps.
     """
     few = blocks * call.geometry.batch * call.geometry.heads <= multiprocessors(call.q.device)
-    return None if few or not _uneven(mask, blocks) else longest_first(_keys(mask))
+    return None if few or not _uneven(mask, blocks) else longest_lists_first(*_lengths(mask))
 
 
 def _order_together(requests: Together, blocks: int) -> Tensor:
@@ -299,11 +300,18 @@ def _uneven(mask: SparseMask, blocks: int) -> bool:
 def _keys(mask: SparseMask) -> Tensor:
     """int32 ``[items]``: how long the lists of each query block are, in tiles, or in stripes where the mask has some; as items
     are numbered: a head's from the last block on."""
-    counts = [one.lists.counts for one in mask.regrouped(1).blocks]
-    keys = counts[0] if len(counts) < 2 else torch.add(counts[1], counts[0], alpha=mask.tile_k // mask.stripe_width)
-    if mask.tile_q > BLOCK_M:
-        keys = keys.repeat_interleave(mask.tile_q // BLOCK_M, dim=2)
-    return keys.flip(2).flatten()
+    counts, more, ratio, per = _lengths(mask)
+    keys = counts if more is None else torch.add(counts, more, alpha=ratio)
+    return (keys if per == 1 else keys.repeat_interleave(per, dim=2)).flip(2).flatten()
+
+
+def _lengths(mask: SparseMask) -> tuple[Tensor, Tensor | None, int, int]:
+    """Counts of the mask's lists, of stripes where it has some, then of tiles, each of which is so many stripes; and how
+    many query blocks share a list."""
+    counts, per = [one.lists.counts for one in mask.regrouped(1).blocks], mask.tile_q // BLOCK_M
+    if len(counts) < 2:
+        return counts[0], None, 0, per
+    return counts[1], counts[0], mask.tile_k // mask.stripe_width, per
 
 
 def _descriptor(x: Tensor, rows: int, columns: int | None = None) -> TensorDescriptor:

@@ -150,7 +150,7 @@ def pair_counts(
     geometry: Geometry, sizes: tuple[int, int, int, int], tiles: Lists | None, stripes: Lists | None, *,
     disjoint: bool = False,
 ) -> Tensor:  # fmt: skip
-    """int64 ``[B, Hq]``: allowed pairs of `tiles`, lists by query tile, and of `stripes`, each once.
+    """int64 ``[B, Hq, R]``, by query tile: allowed pairs of `tiles`, lists by query tile, and of `stripes`, each once.
 
     sizes: tokens of a query tile and of a key tile, query tiles of a query tile group, by which stripes are listed, and
     tokens of a stripe. disjoint: no stripe lies in a listed tile.
@@ -159,7 +159,7 @@ def pair_counts(
     rows, groups = geometry.tile_rows(tile_q), geometry.tile_rows(tile_q * group)
     columns = geometry.tile_columns(tile_k)
     if tiles is None and stripes is None:
-        return torch.zeros(geometry.batch, geometry.heads, dtype=torch.int64, device=geometry.device)
+        return torch.zeros(geometry.batch, geometry.heads, 1, dtype=torch.int64, device=geometry.device)
     out = torch.empty(geometry.batch, geometry.heads, rows, dtype=torch.int64, device=geometry.device)
     held = None
     if tiles is not None and stripes is not None and not disjoint:
@@ -176,7 +176,7 @@ def pair_counts(
         TILE_Q=tile_q, TILE_K=tile_k, GROUP=group, WIDTH=width, WINDOW=geometry.window is not None,
         BLOCK=BLOCK, num_warps=4, **FUSED,
     )  # fmt: skip
-    return out.sum(-1)
+    return out
 
 
 def _packed(lists: Lists | None) -> tuple[Tensor | None, ...]:
