@@ -474,7 +474,7 @@ def _check_state(name: str, state: SoftmaxState, call: AttentionCall) -> None:
 
 
 def _objection(call: AttentionCall, plan: Plan, result: Result) -> str:
-    """The first field of a result that does not fit call and plan, as ``name is value: it must ...``; empty for none."""
+    """The first field of a result that does not fit call and plan, as ``name is value: it must ...``, or nothing."""
     rows, exact = tuple(call.q.shape[:3]), torch.float64 if call.q.dtype == torch.float64 else torch.float32
     for name, x, shape, dtype in (
         ("out", result.out, (*rows, call.value_dim), call.q.dtype),

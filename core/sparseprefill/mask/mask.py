@@ -396,7 +396,7 @@ class SparseMask:
         4096; MaskError for another number.
         """
         if not _is_size(cells) or cells > MOST_CELLS:
-            raise MaskError(f"cells is {printed(cells)}: pass a number of cells from 1 to {MOST_CELLS}")
+            raise MaskError(f"cells is {printed(cells)}: pass a positive number of cells, up to {MOST_CELLS}")
         g = self.geometry
         selected, allowed = (
             torch.zeros(g.batch, heads, cells, cells, dtype=torch.float32, device=g.device) for heads in (g.heads, 1)
