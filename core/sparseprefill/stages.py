@@ -51,7 +51,6 @@ from sparseprefill.errors import (
     InvalidCallError,
     MaskError,
     ParameterError,
-    ScoresError,
     SparsePrefillError,
     StageError,
     printable,
@@ -60,6 +59,7 @@ from sparseprefill.errors import (
 )
 from sparseprefill.mask.looks import check_disjoint
 from sparseprefill.mask.mask import SparseMask
+from sparseprefill.mask.priority import ScoresError
 from sparseprefill.memory import Memory
 from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.plan import Kernel, Parts, Plan, Result, Rounding, Skipped, SoftmaxState, check_geometry

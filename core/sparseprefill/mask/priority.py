@@ -13,12 +13,16 @@ from attrs import field, frozen
 from torch import Tensor
 
 from sparseprefill.call import AttentionCall
-from sparseprefill.errors import MaskError, ParameterError, ScoresError, SparsePrefillError, printed, told
+from sparseprefill.errors import MaskError, ParameterError, SparsePrefillError, StageError, printed, told
 from sparseprefill.mask.geometry import by_block, reachable_map, regrid, rows_around, same_device
 from sparseprefill.validate import LARGEST
 
 ENTRIES = 1 << 25
 """Scores of columns in memory at once, where one list of them does not need more."""
+
+
+class ScoresError(StageError):
+    """Scores that an estimator left for later cannot be read; a pipeline says in its own error who left them."""
 
 
 class Priority(ABC):
@@ -67,7 +71,7 @@ class PriorityScores(Priority):
     and first key. What a function makes is kept as long as scores are asked for one call; another call has its own.
 
     Raises ParameterError where both are missing, or tiles come without their size, or for what is no tensor of scores
-    and no function; ScoresError, when scores are read, where a function fails or makes what does not fit the call.
+    and no function; StageError, when scores are read, where a function fails or makes what does not fit the call.
     """
 
     tiles: Scores | None = None
