@@ -15,12 +15,14 @@ from sparseprefill.errors import InvalidCallError, ParameterError, nearest, prin
 from sparseprefill.kernels import RECORDING, apart
 from sparseprefill.mask.geometry import Geometry
 from sparseprefill.pages import DTYPES, LONGEST, Pages, check_index, odd_layout
-from sparseprefill.validate import LARGEST, is_whole
+from sparseprefill.validate import LARGEST
 
 P = ParamSpec("P")
 T = TypeVar("T")
 CASTING = ("cpu", "cuda", "xpu", "mps")
 """Kinds of devices for which `torch.autocast` may be on."""
+TRACED = "made when the code runs"
+"""Told to torch.compile where an object is made that it cannot trace: no error to it, but a break of its graph."""
 LEAST, MOST = 1e-30, 1e30
 """Bounds of scale and softcap: beyond them float32 logits, or logits over the softcap, are no numbers any more."""
 
@@ -79,7 +81,8 @@ class AttentionCall:
     first_head: int = field(default=0, kw_only=True)
 
     def __attrs_pre_init__(self) -> None:
-        between_graphs()
+        if torch.compiler.is_dynamo_compiling():
+            raise RuntimeError(TRACED)
 
     def __attrs_post_init__(self) -> None:
         _check_tensors(self.q, self._k, self._v)
@@ -120,17 +123,6 @@ class AttentionCall:
     def v(self) -> Tensor:
         """Values ``[B, Hkv, Nkv, Dv]``; of pages a copy, made once."""
         return self._v.values() if isinstance(self._v, Pages) else self._v
-
-    @cached_property
-    def versioned(self) -> tuple[tuple[str, Tensor], ...]:
-        """The tensors that nobody but their owner may write to, by name, as far as torch counts what is written.
-
-        Not those that were made in inference mode, and not pages: the cache belongs to the host, which goes on with it.
-        """
-        paged = isinstance(self._k, Pages)
-        given = {"q": self.q, "k": None if paged else self._k, "v": None if paged else self._v, "sinks": self.sinks}
-        given |= {"starts": self.starts, "lengths": self.lengths, "prompt_lengths": self.prompt_lengths}
-        return tuple((f"call.{name}", x) for name, x in given.items() if isinstance(x, Tensor) and not x.is_inference())
 
     @property
     def recorded(self) -> bool:
@@ -212,13 +204,6 @@ class AttentionCall:
         batch, heads, q_len = self.q.shape[:3]
         window = None if self.window is None or self.window >= LONGEST else self.window
         return Geometry(batch, heads, q_len, self.kv_len, offset, self.q.device, self.starts, self.lengths, window)
-
-
-def between_graphs() -> None:
-    """Lets torch.compile break its graph where an object is made that it cannot trace: what is raised while it traces
-    is no error to it, and the object is made when the code runs."""
-    if torch.compiler.is_dynamo_compiling():
-        raise RuntimeError("made between graphs")
 
 
 @cache
@@ -355,9 +340,9 @@ def _check_numbers(call: AttentionCall) -> None:
             raise InvalidCallError(name, printed(value), remedy)
     if call.window is not None and not (_is_int(call.window) and call.window >= 1):
         raise InvalidCallError("window", printed(call.window), "pass a positive number of keys, or None")
-    if not is_whole(call.layer, -LARGEST, LARGEST):
+    if not (_is_int(call.layer) and -LARGEST <= call.layer <= LARGEST):
         raise InvalidCallError("layer", printed(call.layer), "pass an integer, the index of the layer, below 2^31")
-    if not is_whole(call.first_head, 0, LARGEST):
+    if not (_is_int(call.first_head) and 0 <= call.first_head <= LARGEST):
         raise InvalidCallError("first_head", printed(call.first_head), "pass an integer from 0, below 2^31")
     if call.sinks is not None:
         heads = call.q.shape[1]

@@ -59,10 +59,6 @@ class StageError(SparsePrefillError):
     """A stage, a gate or a kernel raised a foreign exception or returned nonsense; the message names it."""
 
 
-class ScoresError(StageError):
-    """Scores that an estimator left for later cannot be read; a pipeline adds who left them."""
-
-
 class UnknownMethodError(SparsePrefillError, LookupError):
     """No registered method has this name; the message lists the nearest."""
 

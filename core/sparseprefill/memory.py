@@ -10,7 +10,7 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
-from sparseprefill.call import AttentionCall, between_graphs
+from sparseprefill.call import AttentionCall
 
 T = TypeVar("T")
 KEPT_BYTES = 256 << 20
@@ -120,9 +120,6 @@ class Memory:
 
     _slots: dict[Hashable, Any] = field(factory=dict, init=False, repr=False)
     prefix: PrefixTiles = field(factory=PrefixTiles, init=False, repr=False)
-
-    def __attrs_pre_init__(self) -> None:
-        between_graphs()
 
     def get(self, key: Hashable, default: T) -> T:
         """The value under `key`, or `default`."""

@@ -14,8 +14,8 @@ from torch import Tensor
 from sparseprefill.call import AttentionCall, check_call
 from sparseprefill.errors import ParameterError, StageError, UnsupportedCallError, printed
 from sparseprefill.executors.auto import AutoExecutor
-from sparseprefill.handover import keyless
 from sparseprefill.kernels import RECORDING
+from sparseprefill.mask.looks import keyless
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.memory import KEPT_BYTES, Memory
 from sparseprefill.parts.split import Part, Recorder, parts
@@ -153,7 +153,7 @@ class Runner(ABC):
         """
         given = {"scale": scale, "q_offset": q_offset, "layer": layer, **options}
         if torch.compiler.is_dynamo_compiling():
-            from sparseprefill.compiling import run_between_graphs
+            from sparseprefill.parts.graphs import run_between_graphs
 
             return cast(Tensor, run_between_graphs(_of_tensors, self, q, k, v, given, memory))
         return _of_tensors(self, q, k, v, given, memory)
@@ -309,7 +309,7 @@ class Pipeline(Runner):
         a stage raises or returns nonsense, MaskError where a mask does not fit the call, ParameterError for no call.
         """
         if torch.compiler.is_dynamo_compiling():
-            from sparseprefill.compiling import run_between_graphs
+            from sparseprefill.parts.graphs import run_between_graphs
 
             return cast(Result, run_between_graphs(self.run, call, memory))
         memory = self._accepted(call, memory)
@@ -413,7 +413,9 @@ class Pipeline(Runner):
         return self._finish(planned, self.executing.execute(call, planned.plan))
 
     def _finish(self, planned: Planned, computed: Result) -> Result:
-        if lost := keyless(planned.call, planned.plan, computed):
+        lse, plan = computed.lse, planned.plan
+        shows = type(lse) is Tensor and lse.is_cpu and bool(lse.isneginf().any())  # padding, or rows without a key
+        if shows and (lost := keyless(plan.masks, lse, planned.call.first_head)):
             raise StageError(f"{self.name}: {', '.join(stage.name for stage in self._planning)} left {lost}")
         result = computed
         for corrector in self._correcting:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Mapping
 from functools import cached_property, reduce
 from operator import or_
@@ -49,10 +50,12 @@ class SoftmaxState:
     m: Tensor
     l: Tensor  # noqa: E741  (the paper's and FlashAttention's name)
     acc: Tensor
+    _made_for: Any = field(default=None, init=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
         for name, x in (("m", self.m), ("l", self.l), ("acc", self.acc)):
-            if not isinstance(x, Tensor) or odd_layout(x) or x.dtype not in EXACT_DTYPES:
+            plain = isinstance(x, Tensor) and x.layout == torch.strided and not x.is_nested
+            if not plain or x.dtype not in EXACT_DTYPES:
                 raise MaskError(f"SoftmaxState.{name} is {printed(x)}: pass a tensor of float32, or of float64")
             if x.dtype != self.m.dtype or x.device != self.m.device:
                 given = f"{x.dtype} on {x.device}, m is {self.m.dtype} on {self.m.device}"
@@ -60,6 +63,13 @@ class SoftmaxState:
         if self.m.shape != self.l.shape or self.acc.shape[:-1] != self.m.shape:
             shapes = (tuple(self.m.shape), tuple(self.l.shape), tuple(self.acc.shape))
             raise MaskError(f"SoftmaxState shapes are {shapes}: pass m and l [B, H, N] and acc [B, H, N, Dv]")
+
+    def serves(self, q: Tensor) -> bool:
+        """True where it was handed over for no call before, or for one of these queries. It is theirs from then on."""
+        if self._made_for is None:
+            object.__setattr__(self, "_made_for", weakref.ref(q))
+        mine: bool = self._made_for() is q
+        return mine
 
     @classmethod
     def empty(cls, shape: tuple[int, int, int], width: int, dtype: torch.dtype, device: torch.device) -> SoftmaxState:
@@ -439,7 +449,7 @@ def _check_tensor(name: str, given: Tensor, dtype: torch.dtype, shape: tuple[int
 
 
 def _check_device(name: str, given: Tensor, geometry: Geometry) -> None:
-    if not same_device(given.device, geometry.device):
+    if given.device != geometry.device and not same_device(given.device, geometry.device):
         raise MaskError(f"{name} is on {given.device}: move it to the call's device {geometry.device}")
 
 

@@ -393,7 +393,7 @@ class Route(Runner):
     def run(self, call: AttentionCall, memory: Memory | None = None) -> Result:
         """One layer's attention: see Pipeline. `Result.dense` holds the reason where the call ran dense."""
         if torch.compiler.is_dynamo_compiling():
-            from sparseprefill.compiling import run_between_graphs
+            from sparseprefill.parts.graphs import run_between_graphs
 
             return cast(Result, run_between_graphs(self.run, call, memory))
         check_call(call)

@@ -58,17 +58,18 @@ from sparseprefill.errors import (
     InvalidCallError,
     MaskError,
     ParameterError,
-    ScoresError,
     SparsePrefillError,
     StageError,
     printable,
     printed,
     told,
 )
-from sparseprefill.handover import Watch, check_plan_of, check_result, check_state
+from sparseprefill.mask.looks import check_disjoint
+from sparseprefill.mask.mask import SparseMask
+from sparseprefill.mask.priority import ScoresError
 from sparseprefill.memory import Memory
 from sparseprefill.parts.workspace import default_workspace
-from sparseprefill.plan import Plan, Result, SoftmaxState
+from sparseprefill.plan import Kernel, Parts, Plan, Result, Rounding, Skipped, SoftmaxState, check_geometry
 from sparseprefill.profiles.identity import ModelIdentity
 from sparseprefill.validate import WIDEST, is_whole
 
@@ -209,6 +210,46 @@ QUESTIONS = ("unsupported", "workspace", "check_model", "execute_into", "execute
 
 
 @frozen(eq=False)
+class Watch:
+    """Tensors that a stage is given, with the number that torch has counted of writes to each; no value is read.
+
+    Not those that were made in inference mode, whose writes torch does not count, and not the cache of pages, which
+    belongs to the host.
+    """
+
+    tensors: tuple[tuple[str, Tensor], ...]
+    versions: list[int]
+
+    @classmethod
+    def of(cls, call: AttentionCall, plan: Plan | None = None, result: Result | None = None) -> Self:
+        """The call's tensors, those of a plan that are no lists, and those of a result."""
+        given: tuple[tuple[str, Any], ...] = (
+            *(("call.q", call.q), ("call.k", call._k), ("call.v", call._v), ("call.sinks", call.sinks)),
+            *(("call.starts", call.starts), ("call.lengths", call.lengths)),
+            ("call.prompt_lengths", call.prompt_lengths),
+        )
+        if plan is not None:
+            given += ("plan.probe", plan.probe), ("plan.skip_below", plan.skip_below)
+            if plan.carry is not None:
+                given += tuple((f"plan.carry.state.{name}", getattr(plan.carry.state, name)) for name in STATE_FIELDS)
+        if result is not None:
+            given += ("result.out", result.out), ("result.lse", result.lse), ("result.probe", result.probe)
+        tensors = tuple([one for one in given if isinstance(one[1], Tensor) and not one[1].is_inference()])
+        return cls(tensors, [x._version for _, x in tensors])
+
+    @property
+    def written(self) -> str:
+        """The first of them that was written to since; empty for none."""
+        if [x._version for _, x in self.tensors] == self.versions:
+            return ""
+        pairs = zip(self.tensors, self.versions, strict=True)
+        return next(name for (name, x), version in pairs if x._version != version)
+
+
+STATE_FIELDS = ("m", "l", "acc")
+
+
+@frozen(eq=False)
 class Guard:
     """The one way to ask an object of a plugin, or of a user: what it raises or answers wrongly is a StageError.
 
@@ -338,7 +379,7 @@ class Stage(Guard):
             plan: Plan = self.ask(verb, PLAN, *((call, memory) if given is None else (call, given, memory)))
             self._left_alone(verb, watch)
             if plan is not given:
-                self.run(f"{verb}().mask", lambda: check_plan_of(call, plan, given))
+                self.run(f"{verb}().mask", lambda: _check_plan(call, plan, given))
         except (MaskError, ParameterError) as error:
             raise type(error)(f"{self.place}.{verb}(): {error}") from error
         except InvalidCallError as error:  # of a call that it made
@@ -346,7 +387,7 @@ class Stage(Guard):
         return plan
 
     def _computed(self, verb: str, call: AttentionCall, plan: Plan, result: Result) -> Result:
-        if why := check_result(call, plan, result):
+        if why := _objection(call, plan, result):
             raise StageError(f"{self.place}.{verb}() returned a Result whose {why}")
         return result
 
@@ -406,10 +447,90 @@ class ExecutorStage(Stage):
         state: SoftmaxState = self.ask("accumulate", STATE, call, plan)
         self._left_alone("accumulate", watch)
         try:
-            check_state("a SoftmaxState that", state, call)
+            _check_state("a SoftmaxState that", state, call)
         except MaskError as error:
             raise StageError(f"{self.place}.accumulate() returned {error}") from error
         return state
+
+
+def _check_plan(call: AttentionCall, plan: Plan, given: Plan | None) -> None:
+    """MaskError for a plan that does not fit the call; given: the plan that a refiner was given, None for none.
+
+    On a CPU also for lists that are none, and for pairs of the carry's region that the mask holds again.
+    """
+    geometry = plan.geometry
+    if geometry is not call.geometry:
+        check_geometry(call, geometry, "it returned")
+    priority, carry, mask = plan.priority, plan.carry, plan._mask
+    if isinstance(mask, SparseMask) and mask.doubtful:
+        _ = mask.looked_at
+    if priority is not None and priority.checked and (given is None or priority is not given.priority):
+        priority.check(call)
+    if carry is None:
+        return
+    same = given is not None and carry is given.carry
+    if not same:
+        _check_state("Plan.carry.state", carry.state, call)
+        if not carry.state.serves(call.q):
+            raise MaskError("Plan.carry.state is of another call: it must be made afresh for each call")
+    if not (same and given is not None and plan.base is given.base):
+        check_disjoint(plan.base, carry.region)
+
+
+def _check_state(name: str, state: SoftmaxState, call: AttentionCall) -> None:
+    """MaskError for a softmax state that is none of the call's, by sizes, type and device."""
+    shape, dtype = (*call.q.shape[:3], call.value_dim), torch.promote_types(call.q.dtype, torch.float32)
+    if not _is(state.acc, shape, (dtype,), call):
+        words = f"it must be {list(shape)} of {dtype} on {call.q.device}, the call's"
+        raise MaskError(f"{name} has acc {_at(state.acc)}: {words}")
+
+
+def _objection(call: AttentionCall, plan: Plan, result: Result) -> str:
+    """The first field of a result that does not fit call and plan, as ``name is value: it must ...``, or nothing."""
+    rows, exact = tuple(call.q.shape[:3]), torch.float64 if call.q.dtype == torch.float64 else torch.float32
+    for name, x, shape, dtype in (
+        ("out", result.out, (*rows, call.value_dim), call.q.dtype),
+        ("lse", result.lse, rows, exact),
+    ):
+        if _is(x, shape, (dtype,), call):
+            continue
+        if _is(x, shape, (getattr(x, "dtype", dtype),), call):
+            return f"{name} is {x.dtype}: it must be {dtype}" + (", the call's" if name == "out" else "")
+        return f"{name} is {_at(x)}: it must be a tensor {list(shape)} on {call.q.device}"
+    if not isinstance(result.plan, Plan):
+        return f"plan is {printed(result.plan)}: it must be the Plan that was computed"
+    if result.plan is not plan and not result.plan.geometry.fits(call.geometry):
+        return f"plan is one for {result.plan.geometry.describe()}: it must be one for the call"
+    heads, floats = rows[:2], (torch.float32, torch.float64)
+    if result.probe is not None:
+        mask = result.plan.base
+        tiles = mask.geometry.map_shape(mask.tile_q, mask.tile_k)
+        if not _is(result.probe, tiles, floats, call):
+            return f"probe is {_at(result.probe)}: it must be None, or float32 {list(tiles)} on {call.q.device}"
+    counted, rounded = (torch.int64,), result.rounded
+    for name, value, kind in (("parts", result.parts, Parts), ("skipped", result.skipped, Skipped)):
+        if value is not None and not (isinstance(value, kind) and _is(value.pairs, heads, counted, call)):
+            words = f"None, or a {kind.__name__} whose pairs are int64 {list(heads)} on {call.q.device}"
+            return f"{name} is {printed(value)}: it must be {words}"
+    if rounded is not None and not (isinstance(rounded, Rounding) and _is(rounded.errors, heads, floats, call)):
+        words = f"None, or a Rounding whose errors are float32 {list(heads)} on {call.q.device}"
+        return f"rounded is {printed(rounded)}: it must be {words}"
+    for name, text in (("dense", result.dense), ("corrected", result.corrected)):
+        if not isinstance(text, str):
+            return f"{name} is {printed(text)}: it must be a text"
+    if not isinstance(result.kernels, tuple) or not all(isinstance(one, Kernel) for one in result.kernels):
+        return f"kernels is {printed(result.kernels)}: it must be a tuple of Kernels"
+    return ""
+
+
+def _is(x: Any, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], call: AttentionCall) -> bool:
+    plain = isinstance(x, Tensor) and x.layout == torch.strided and not x.is_nested
+    return plain and x.shape == shape and x.dtype in dtypes and x.device == call.q.device
+
+
+def _at(x: Any) -> str:
+    elsewhere = isinstance(x, Tensor) and x.device.type != "cpu"
+    return f"{printed(x)} on {x.device}" if elsewhere else printed(x)
 
 
 def planned_by(stages: Sequence[Stage], call: AttentionCall, memory: Memory) -> Plan:

@@ -13,13 +13,14 @@ from helpers.build import make
 
 CALL = make(60, heads=4, kv_heads=2)
 QKV = CALL.q, CALL.k, CALL.v
+MEMORY = sp.Memory()
 GATED = sp.gated(sp.build("rowmax", block=16), "auto")
 WAYS: dict[str, Callable[[sp.Pipeline], Callable[..., Any]]] = {
     "called": lambda one: lambda q, k, v: one(q, k, v) * 2,
     "itself": lambda one: lambda q, k, v: 2 * torch.compile(one, backend="eager")(q, k, v),
     "run": lambda one: lambda q, k, v: one.run(sp.AttentionCall(q, k, v)).out * 2,
     "of a call": lambda one: lambda q, k, v: one.run(CALL).out * 2,
-    "with a memory": lambda one: lambda q, k, v: one(q, k, v, memory=sp.Memory(), layer=3) * 2,
+    "with a memory": lambda one: lambda q, k, v: one(q, k, v, memory=MEMORY, layer=3) * 2,
 }
 
 

@@ -272,7 +272,7 @@ BLAMED: dict[str, tuple[Callable[[sp.AttentionCall], Any], str]] = {
         r"SoftmaxState\.l is a Tensor of torch.float16",
     ),
     "sums of another type": (state_of(l=torch.ones(1, 4, 96).double()), r"SoftmaxState\.l is torch.float64"),
-    "values of another size": (state_of(acc=torch.zeros(1, 4, 96, 7)), r"Plan\.carry\.state has acc \(1, 4, 96, 7\)"),
+    "values of another size": (state_of(acc=torch.zeros(1, 4, 96, 7)), r"Plan\.carry\.state has acc .*\(1, 4, 96, 7\)"),
     "a bad call": (lambda call: near(evolve(call, window=-1)), r"AttentionCall\.window is -1"),
 }
 
@@ -414,7 +414,7 @@ def test_pairs_of_mask_and_carry_count_once(stripes: bool) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"batch": 2, "starts": int32(0, 21)}, {"softcap": 3.0, "window": 40}])
-def test_a_carry_of_the_call_before_is_an_error_on_a_cpu(options: dict[str, Any]) -> None:
+def test_a_carry_of_the_call_before_is_an_error(options: dict[str, Any]) -> None:
     old = []
 
     def carried(call: sp.AttentionCall) -> sp.Plan:

@@ -15,7 +15,7 @@ from sparseprefill import kernels
 from sparseprefill.errors import MaskError, printed
 from sparseprefill.mask.geometry import Geometry, in_a_mode, kept_by_sizes, span
 from sparseprefill.pages import odd_layout
-from sparseprefill.validate import LARGEST, is_whole
+from sparseprefill.validate import LARGEST
 
 
 class Blocks(NamedTuple):
@@ -276,6 +276,6 @@ def _check_ranges(first: object, last: object, width: object) -> None:
         if first.shape != last.shape:
             raise MaskError(f"last has shape {tuple(last.shape)}: pass first's, {tuple(first.shape)}")
         _check_order(first, last)
-    if not is_whole(width, 0, LARGEST):
+    if type(width) is not int or not 0 <= width <= LARGEST:
         remedy = "pass the number of entries of the longest list, an integer from 0, below 2^31"
         raise MaskError(f"width is {printed(width)}: {remedy}")

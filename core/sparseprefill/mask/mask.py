@@ -83,7 +83,7 @@ class SparseMask:
             found = lists.shape if isinstance(lists, TileMap) else tuple(lists.counts.shape)
             if found != wanted:
                 raise MaskError(f"SparseMask.{name} has lists {found}: the call needs [B, Hq, rows] = {wanted}")
-            if isinstance(lists, IndexLists) and not same_device(lists.counts.device, self.geometry.device):
+            if isinstance(lists, IndexLists) and not _beside(lists.counts, self.geometry):
                 remedy = f"move them to the call's device {self.geometry.device}"
                 raise MaskError(f"SparseMask.{name} has lists on {lists.counts.device}: {remedy}")
 
@@ -400,7 +400,7 @@ class SparseMask:
         4096; MaskError for another number.
         """
         if not _is_size(cells) or cells > MOST_CELLS:
-            raise MaskError(f"cells is {printed(cells)}: pass a number of cells from 1 to {MOST_CELLS}")
+            raise MaskError(f"cells is {printed(cells)}: pass a positive number of cells, up to {MOST_CELLS}")
         g = self.geometry
         selected, allowed = (
             torch.zeros(g.batch, heads, cells, cells, dtype=torch.float32, device=g.device) for heads in (g.heads, 1)
@@ -542,12 +542,16 @@ def _pair(tile: int | tuple[int, int], name: str = "tile") -> tuple[int, int]:
     return pair[0], pair[1]
 
 
+def _beside(x: Tensor, geometry: Geometry) -> bool:
+    return x.device == geometry.device or same_device(x.device, geometry.device)
+
+
 def _broadcast(keep: Tensor, geometry: Geometry, grid: tuple[int, int], axes: str) -> Tensor:
     if not isinstance(keep, Tensor):
         raise MaskError(f"keep is {type(keep).__name__}: pass a bool tensor")
     if keep.dtype != torch.bool or keep.is_nested or keep.layout != torch.strided:
         raise MaskError(f"keep is {odd_layout(keep) or keep.dtype}: pass a bool tensor")
-    if not same_device(keep.device, geometry.device):
+    if not _beside(keep, geometry):
         raise MaskError(f"keep is on {keep.device}: move it to the call's device {geometry.device}")
     shape = geometry.map_shape(*grid)
     try:

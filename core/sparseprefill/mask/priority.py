@@ -13,13 +13,16 @@ from attrs import field, frozen
 from torch import Tensor
 
 from sparseprefill.call import AttentionCall
-from sparseprefill.errors import MaskError, ParameterError, ScoresError, SparsePrefillError, printed, told
+from sparseprefill.errors import MaskError, ParameterError, SparsePrefillError, StageError, printed, told
 from sparseprefill.mask.geometry import by_block, reachable_map, regrid, rows_around, same_device
-from sparseprefill.pages import odd_layout
-from sparseprefill.validate import LARGEST, is_whole
+from sparseprefill.validate import LARGEST
 
 ENTRIES = 1 << 25
 """Scores of columns in memory at once, where one list of them does not need more."""
+
+
+class ScoresError(StageError):
+    """Scores that an estimator left for later cannot be read; a pipeline says in its own error who left them."""
 
 
 class Priority(ABC):
@@ -31,11 +34,12 @@ class Priority(ABC):
     """
 
     __slots__ = ()
+    checked = False
 
     def check(self, call: AttentionCall) -> None:
         """MaskError for scores of another call, as far as sizes and devices of what is there tell. Makes nothing.
 
-        A pipeline asks when a stage hands them over; what has nothing to say of itself leaves it out.
+        A pipeline asks when a stage hands them over; a class that has it says so by `checked`.
         """
         return
 
@@ -67,7 +71,7 @@ class PriorityScores(Priority):
     and first key. What a function makes is kept as long as scores are asked for one call; another call has its own.
 
     Raises ParameterError where both are missing, or tiles come without their size, or for what is no tensor of scores
-    and no function; ScoresError, when scores are read, where a function fails or makes what does not fit the call.
+    and no function; StageError, when scores are read, where a function fails or makes what does not fit the call.
     """
 
     tiles: Scores | None = None
@@ -75,6 +79,7 @@ class PriorityScores(Priority):
     tile_k: int | None = None
     columns: Scores | None = None
     rows: int | None = None
+    checked: bool = field(default=False, init=False, repr=False)
     _made: dict[str, tuple[weakref.ref[AttentionCall], Tensor]] = field(factory=dict, init=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
@@ -85,9 +90,10 @@ class PriorityScores(Priority):
                     f"PriorityScores.{name} is {printed(scores)}: pass {SCORES}, or a function of them"
                 )
         for name, size in (("tile_q", self.tile_q), ("tile_k", self.tile_k), ("rows", self.rows)):
-            if size is not None and not is_whole(size, 1, LARGEST):
+            if size is not None and not (type(size) is int and 1 <= size <= LARGEST):
                 remedy = "pass a positive number of tokens, below 2^31"
                 raise ParameterError(f"PriorityScores.{name} is {printed(size)}: {remedy}")
+        object.__setattr__(self, "checked", isinstance(self.tiles, Tensor) or isinstance(self.columns, Tensor))
         if self.tiles is None and self.columns is None:
             raise ParameterError("PriorityScores has no scores: pass tiles, or columns, or both")
         if self.tiles is not None and (self.tile_q is None or self.tile_k is None):
@@ -140,7 +146,7 @@ class PriorityScores(Priority):
         return found
 
     def _objection(self, name: str, scores: Any, call: AttentionCall) -> str:
-        """Why these are no scores of the call; empty where they are."""
+        """The reason why these are no scores of the call; empty where they are."""
         geometry = call.geometry
         if name == "tiles":
             sizes = geometry.map_shape(cast(int, self.tile_q), cast(int, self.tile_k))
@@ -156,6 +162,7 @@ class PriorityScores(Priority):
 class BestOf(Priority):
     """The highest score of several priorities, for the union of their plans; NaN only where all say NaN."""
 
+    checked = True
     parts: tuple[Priority, ...]
 
     def check(self, call: AttentionCall) -> None:
@@ -176,19 +183,20 @@ SCORES = "a float tensor of four dimensions"
 
 
 def _is_scores(scores: Any) -> bool:
-    return isinstance(scores, Tensor) and not odd_layout(scores) and scores.dim() == 4 and scores.is_floating_point()
+    plain = isinstance(scores, Tensor) and scores.layout == torch.strided and not scores.is_nested
+    return plain and scores.dim() == 4 and scores.is_floating_point()
 
 
 def unfit(
     name: str, scores: Any, call: AttentionCall, sizes: tuple[int, int, int, int], words: str = "", broadcast: int = 4
 ) -> str:
-    """Why something is no tensor of scores of these sizes, ``[B, Hq, *, *]``; empty where it is.
+    """The reason why something is no tensor of scores of these sizes, ``[B, Hq, *, *]``; empty where it is.
 
     words: about the sizes, for people. broadcast: how many of the first dimensions may be 1.
     """
     if not _is_scores(scores):
         return f"{name} is {printed(scores)}: it must be {SCORES}"
-    if not same_device(scores.device, call.q.device):
+    if scores.device != call.q.device and not same_device(scores.device, call.q.device):
         return f"{name} is on {scores.device}: it must be on the call's device, {call.q.device}"
     pairs = enumerate(zip(scores.shape, sizes, strict=True))
     if all(found == wanted or (found == 1 and i < broadcast) for i, (found, wanted) in pairs):

@@ -195,10 +195,9 @@ class TileMap:
         (batch, heads, rows, columns), shape = wanted, tuple(self.keep.shape)
         if len(shape) != 4 or (shape[0], *shape[2:]) != (batch, rows, columns) or heads % shape[1]:
             raise MaskError(f"TileMap.keep has shape {shape}: pass [{batch}, {heads} or a divisor, {rows}, {columns}]")
-        if not same_device(self.keep.device, self.geometry.device):
-            raise MaskError(
-                f"TileMap.keep is on {self.keep.device}: move it to the call's device {self.geometry.device}"
-            )
+        device = self.keep.device
+        if device != self.geometry.device and not same_device(device, self.geometry.device):
+            raise MaskError(f"TileMap.keep is on {device}: move it to the call's device {self.geometry.device}")
         if self.keep.stride(1) == 0:  # heads that are views of one
             object.__setattr__(self, "keep", self.keep[:, :1])
 

@@ -7,11 +7,11 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from sparseprefill.call import AttentionCall
-from sparseprefill.errors import ParameterError, ScoresError
+from sparseprefill.errors import ParameterError
 from sparseprefill.mask.geometry import Geometry, diagonal_map, reachable_map
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.mask import SparseMask
-from sparseprefill.mask.priority import Priority, asked, unfit
+from sparseprefill.mask.priority import Priority, ScoresError, asked, unfit
 from sparseprefill.mask.tile_map import TileMap
 from sparseprefill.plan import Plan
 

@@ -1,4 +1,4 @@
-"""Pipelines under torch.compile: they run between graphs. Imported while the compiler traces, and not before."""
+"""Functions that torch.compile may not trace: pipelines run between graphs. Imported while it traces, not before."""
 
 from __future__ import annotations
 
