@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from attrs import evolve, field, frozen
 from torch import Tensor
+from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -111,12 +112,16 @@ def tensors_of(x: Any) -> Iterator[Tensor]:
 
 @frozen(eq=False)
 class Launch:
-    """A launch. run: of the compiled kernel on its grid, or of Triton's interpreter. arguments: as it takes them, `Place`s
-    and `Descriptor`s among them. options: of the interpreter; None on a GPU."""
+    """A launch. run: of the compiled kernel, or of Triton's interpreter on its grid. arguments: as it takes them, `Place`s
+    and `Descriptor`s among them. options: of the interpreter; None on a GPU. compiled, grid: there; head: what `run`
+    takes between the stream and the arguments, as `CompiledKernel` itself gives it where nobody listens to launches."""
 
     run: Callable[..., Any]
     arguments: tuple[Any, ...]
     options: dict[str, Any] | None = None
+    compiled: Any = None
+    grid: tuple[int, ...] = ()
+    head: tuple[Any, ...] = ()
     numbers: tuple[tuple[int, Callable[[int], int]], ...] = ()
     pointers: tuple[tuple[int, int, int], ...] = ()
     descriptors: tuple[tuple[int, int, int, Descriptor], ...] = ()
@@ -133,7 +138,9 @@ class Launch:
         last = kernel.arg_names[len(args) :]
         if not all(name in options for name in last):
             return "some of its arguments have defaults"
-        return cls(made[(*grid, 1, 1)[:3]], (*args, *(options[name] for name in last)))
+        whole, given = (*grid, 1, 1)[:3], (*args, *(options[name] for name in last))
+        head = (made.function, made.packed_metadata, None, None, None)
+        return cls(made.run, given, compiled=made, grid=whole, head=head)
 
     @property
     def places(self) -> list[Place]:
@@ -283,6 +290,7 @@ class Step:
         roots.append(torch.empty(self.scratch, dtype=torch.uint8, device=self.device))
         addresses = [x.data_ptr() for x in roots]
         stream: Any = None
+        heard = False
         for one in self.work:
             if type(one) is Operator:
                 args, kwargs = one.args, one.kwargs
@@ -304,6 +312,7 @@ class Step:
             if stream is None:
                 active = driver.active
                 stream = active.get_current_stream(active.get_current_device())
+                heard = knobs.runtime.launch_enter_hook is not None or knobs.runtime.launch_exit_hook is not None
             given = list(one.arguments)
             for i, of in one.numbers:
                 given[i] = of(layer)
@@ -311,5 +320,8 @@ class Step:
                 given[i] = addresses[root] + offset
             for i, root, offset, descriptor in one.descriptors:
                 given[i] = descriptor.at(addresses[root] + offset)
-            one.run(*given, stream=stream)
+            if heard:  # by a profiler, say
+                one.compiled[one.grid](*given, stream=stream)
+            else:
+                one.run(*one.grid, stream, *one.head, *given)
         return [x.of(roots[x.root]) if type(x) is Place else x for x in self.results]
