@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sparseprefill.call import AttentionCall, check_call
 from sparseprefill.errors import MaskError, ParameterError
+from sparseprefill.kernels import apart
 from sparseprefill.mask.count import share
 from sparseprefill.mask.geometry import Geometry
 from sparseprefill.mask.mask import SparseMask
@@ -162,7 +163,7 @@ class Plan:
         if self.skip_below is not None:
             given, wanted_rows = self.skip_below, (mask.geometry.batch,)
             _check_tensor("Plan.skip_below", given, torch.float32, wanted_rows, "a float32 tensor [B]")
-            if given.device.type == "cpu" and not bool(((given >= 0) & (given < 1)).all()):  # of others none is read
+            if given.device.type == "cpu" and not apart(_are_shares, given):  # of others none is read
                 raise MaskError(f"Plan.skip_below is {given.tolist()}: pass thresholds from 0 to less than 1")
 
     @cached_property
@@ -428,6 +429,11 @@ def _check_tensor(name: str, given: Tensor, dtype: torch.dtype, shape: tuple[int
     odd = odd_layout(given) if isinstance(given, Tensor) else _shown(given)
     if odd or given.dtype != dtype or tuple(given.shape) != shape:
         raise MaskError(f"{name} is {odd or f'{given.dtype} {tuple(given.shape)}'}: pass {words} = {shape}")
+
+
+def _are_shares(x: Tensor) -> bool:
+    """True if all numbers lie from 0 to less than 1 (host sync)."""
+    return bool(((x >= 0) & (x < 1)).all())
 
 
 def _check(name: str, value: object, wanted: type) -> None:

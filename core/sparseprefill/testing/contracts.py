@@ -70,6 +70,7 @@ LAWS: Mapping[str, Callable[[Trial], None]] = {
     "parts by heads == whole": laws.parts_equal_the_whole,
     "memory is read only": laws.memory_is_read_only,
     "the tail sees every key": laws.tail_is_dense,
+    "repeated == plain": laws.repeated_is_plain,
 }
 """Laws that every method keeps, by name; the functions say what each law holds."""
 LAWS_OF_REFINERS: Mapping[str, Callable[[Trial], None]] = {
