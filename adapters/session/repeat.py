@@ -20,7 +20,7 @@ from torch import Tensor
 from sparseprefill import kernels
 from sparseprefill.call import AttentionCall
 from sparseprefill.pipeline import Pipeline
-from sparseprefill.stages import ALL_ROWS
+from sparseprefill.stages import ALL_ROWS, REACH
 
 from .ledger import Ran
 
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 MOST = 64
 """Recordings that a session keeps: of a server's steps, a prompt of 131,072 tokens has 16."""
-REACH = 1 << 16
-"""Tokens behind a call's keys and the dense tail from which on it does not matter where a prompt ends."""
 ROOM = 3 << 30
 """Bytes that a call may hold while it is recorded."""
 LEFT = "what a layer had come to could not be repeated in the next, which ran it anew: {error}"

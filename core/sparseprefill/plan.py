@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sparseprefill.call import AttentionCall, check_call
 from sparseprefill.errors import MaskError, ParameterError, printed
+from sparseprefill.kernels import apart
 from sparseprefill.mask.count import share
 from sparseprefill.mask.geometry import Geometry, same_device
 from sparseprefill.mask.mask import SparseMask
@@ -186,7 +187,7 @@ class Plan:
             given, wanted_rows = self.skip_below, (mask.geometry.batch,)
             _check_tensor("Plan.skip_below", given, torch.float32, wanted_rows, "a float32 tensor [B]")
             _check_device("Plan.skip_below", given, mask.geometry)
-            if given.device.type == "cpu" and not bool(((given >= 0) & (given < 1)).all()):  # of others none is read
+            if given.device.type == "cpu" and not apart(_are_shares, given):  # of others none is read
                 raise MaskError(f"Plan.skip_below is {given.tolist()}: pass thresholds from 0 to less than 1")
 
     @cached_property
@@ -451,6 +452,11 @@ def _check_tensor(name: str, given: Tensor, dtype: torch.dtype, shape: tuple[int
 def _check_device(name: str, given: Tensor, geometry: Geometry) -> None:
     if given.device != geometry.device and not same_device(given.device, geometry.device):
         raise MaskError(f"{name} is on {given.device}: move it to the call's device {geometry.device}")
+
+
+def _are_shares(x: Tensor) -> bool:
+    """True if all numbers lie from 0 to less than 1 (host sync)."""
+    return bool(((x >= 0) & (x < 1)).all())
 
 
 def _check(name: str, value: object, wanted: type) -> None:

@@ -23,10 +23,10 @@ itself, in attributes that a pipeline looks up once, when it is built (`Stage`);
 ``repeats: bool | "prompt"``
     True: what the stage does on the device follows from the sizes of the call (`AttentionCall.shape`) and from its own
     settings, and it does that by torch's operators and `kernels.launch.enqueue` alone. It reads no value of the device,
-    keeps nothing in memory, and asks neither for ``call.layer`` nor for the prompt's length beyond its `tail`; "prompt"
-    where it asks for that. A host may then record what one layer's call did and repeat it for the layers after it,
-    which meet no stage any more (`kernels.recording`). The law "repeated == plain" holds it to that. The default:
-    False.
+    keeps nothing in memory, and asks neither for ``call.layer`` (a layer's number is a `kernels.OfLayer`) nor for the
+    length of a prompt that ends more than its `tail` and `REACH` tokens behind the call's keys; "prompt" where it asks
+    for that. A host may then record what one layer's call did and repeat it for the layers after it, which meet no
+    stage any more (`kernels.recording`). The law "repeated == plain" holds it to that. The default: False.
 ``workspace(call) -> int``
     an upper bound in bytes of the memory that the stage holds for such a call, beyond q, k, v and the output, with
     what it leaves in its plan; from sizes alone, no value on the device is read. The default: `default_workspace`.
@@ -75,6 +75,8 @@ from sparseprefill.validate import WIDEST, is_whole
 
 T = TypeVar("T")
 
+REACH = 1 << 16
+"""Tokens behind a call's keys and the dense tail from which on it does not matter where a prompt ends (`repeats`)."""
 HeadScope = Literal["head", "group"]
 """Heads that a stage looks at to decide for a query head: that head, or all heads of its KV head (`head_scope`)."""
 

@@ -230,7 +230,7 @@ def test_its_priority_is_the_mean_share_of_a_key() -> None:
 def test_contracts_hold(parameters: dict[str, Any]) -> None:
     small = dict(sp.default_registry().get("kascade").small)
     report = check_method("kascade", parameters={**small, **parameters})
-    assert not report.skipped
+    assert {"repeated == plain"} == set(report.skipped), "it keeps memory"
 
 
 def test_contracts_hold_with_a_layer_that_follows() -> None:

@@ -200,7 +200,7 @@ def build(full: bool = False, **inner: Any) -> sp.Pipeline:
 @pytest.mark.parametrize("inner", [{}, {"refiners": [{"name": "stride-rescue", "every": 3}]}], ids=["plain", "refined"])
 def test_every_law(inner: dict[str, Any]) -> None:
     report = check_method(partial(build, **inner), full={"full": True}, calls=few_calls())
-    assert set(report.skipped) <= {"chunk invariance at the grain"}
+    assert set(report.skipped) <= {"chunk invariance at the grain", "repeated == plain"}
 
 
 def test_the_laws_meet_heads_that_share() -> None:

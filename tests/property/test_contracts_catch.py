@@ -13,9 +13,10 @@ import torch
 from attrs import evolve, field, frozen
 
 import sparseprefill as sp
-from sparseprefill import testing
+from sparseprefill import kernels, testing
 from sparseprefill.call import AttentionCall
 from sparseprefill.executors.reference import ReferenceExecutor
+from sparseprefill.executors.triton import TritonExecutor
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.memory import Memory
 from sparseprefill.method import Method
@@ -256,7 +257,7 @@ def test_broken_method_does_not_pass_as_a_whole(case: tuple[Pipeline, Callable[.
 def test_sound_pipeline_passes_and_says_what_was_skipped() -> None:
     report = testing.check_method(spoiling(lambda _, result: result), calls=CALLS[:1])
     assert "broken" == report.method
-    assert {"full mask == dense", "batch rows independent"} == set(report.skipped)
+    assert {"full mask == dense", "batch rows independent", "repeated == plain"} == set(report.skipped)
     assert report.skipped["full mask == dense"].startswith("no parameters are known")
 
 
@@ -298,8 +299,8 @@ def test_method_name_and_factory_are_all_taken() -> None:
     named = [testing.check_method(one, calls=CALLS, full={}).method for one in (method, "dense", factory)]
     assert ["all-of-it", "dense", "everything"] == named
     report = testing.check_method(factory, calls=CALLS, parameters={"block": 8}, full={"block": 16})
-    assert {} == dict(report.skipped)
-    assert set(contracts.LAWS) == set(report.cases)
+    assert {"repeated == plain"} == set(report.skipped), "the stage does not say that it does"
+    assert set(contracts.LAWS) == {*report.cases, *report.skipped}
 
 
 def test_long_grain_gets_a_call_of_its_own() -> None:
@@ -375,3 +376,103 @@ def test_what_a_refiner_refuses_is_told() -> None:
         testing.check_refiner("position-decay", behind=("dense",), calls=CALLS)
     with pytest.raises(sp.ParameterError, match="no refiner is named 'sinc'; did you mean 'sink'"):
         testing.check_refiner("sinc")
+
+
+REPEATED = law("repeated == plain")
+LAYERED = AttentionCall(
+    *testing.tensors("sink", batch=1, heads=2, kv_heads=1, q_len=40, kv_len=70, head_dim=64), layer=2
+)
+
+
+@frozen
+class Repeating:
+    """Says that it repeats; its plan is the good one, with a key tile for every query that a function names."""
+
+    tile: Callable[[AttentionCall, Memory], int | torch.Tensor]
+    repeats: bool | str = True
+
+    def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
+        plan = NEAR.estimate(call, memory)
+        keep = torch.zeros(1, 2, call.geometry.tile_rows(16), call.geometry.tile_columns(16), dtype=torch.bool)
+        index = torch.as_tensor(self.tile(call, memory))
+        return plan.widen(SparseMask.from_tiles(call, keep.index_fill_(3, index.view(1), True), 16))
+
+
+@pytest.fixture
+def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They serve, in Triton's interpreter, and can be recorded."""
+    for name in ("serve", "serve_device"):
+        monkeypatch.setattr(kernels, name, lambda _: True)
+
+
+def repeating(tile: Callable[[AttentionCall, Memory], int | torch.Tensor], repeats: bool | str = True) -> Pipeline:
+    return Pipeline(Repeating(tile, repeats), executor=TritonExecutor(), name="broken")
+
+
+def kept(call: AttentionCall, memory: Memory) -> int:
+    """Of the layer before."""
+    before = memory.get("layer", None)
+    memory.put("layer", call.layer)
+    return 1 if before is None else 2
+
+
+def unseen(call: AttentionCall, memory: Memory) -> torch.Tensor:
+    """A launch that no recording is told of."""
+    found = torch.zeros(1, dtype=torch.int64)
+    found.numpy()[:] = 1 + (call.q.numpy().sum() > 0)
+    return found
+
+
+def read(call: AttentionCall, memory: Memory) -> int:
+    return 1 + int(call.q.sum() > 0)
+
+
+OWN = torch.zeros(1, dtype=torch.int64)
+LIES: dict[str, tuple[Pipeline, str]] = {
+    "the layer": (repeating(lambda call, _: 1 + call.layer % 2), "recorded in layer 2 and repeated .* in layer 5"),
+    "the prompt": (
+        repeating(lambda call, _: 2 if isinstance(call.prompt_lengths, int) and call.prompt_lengths > 1 << 20 else 1),
+        "of a prompt of 1114182 tokens where it had 65606",
+    ),
+    "memory": (repeating(kept), "differ from what the stages give there themselves"),
+    "a launch of its own": (repeating(unseen), "numbers of the output differ"),
+    "values": (repeating(read), "says that it repeats, but the call cannot be recorded: _local_scalar_dense reads"),
+    "random numbers": (
+        repeating(lambda call, _: 1 + torch.rand(2).argmax()), "cannot be recorded: rand draws random numbers"
+    ),
+    "a tensor of its own": (
+        repeating(lambda call, _: OWN.add_(1) % 2 + 1),
+        "add_ writes to a tensor that was there before",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
+def test_a_stage_that_says_that_it_repeats_and_does_not_is_caught(lie: tuple[Pipeline, str]) -> None:
+    pipeline, said = lie
+    with pytest.raises(AssertionError, match=f"broken: law 'repeated == plain' is broken on .*{said}"):
+        REPEATED(pipeline, calls=[LAYERED])
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.usefixtures("_kernels")
+def test_a_stage_that_repeats_passes_and_one_that_does_not_is_left_out() -> None:
+    def by_prompt(call: AttentionCall, _: Memory) -> int:
+        return 1 + int(isinstance(call.prompt_lengths, int) and call.prompt_lengths > 1 << 20)
+
+    def by_values(call: AttentionCall, _: Memory) -> torch.Tensor:
+        return 1 + (call.q.sum() > 0).long()
+
+    for one in (repeating(by_values), repeating(by_prompt, "prompt")):
+        assert {"repeated == plain": 1} == REPEATED(one, calls=[LAYERED]).cases
+    report = REPEATED(repeating(kept, False), calls=[LAYERED])
+    assert "a stage does not say that it repeats" in report.skipped["repeated == plain"]
+
+
+def test_without_kernels_the_law_says_what_it_cannot_try() -> None:
+    report = REPEATED("streaming", calls=[LAYERED])
+    reason = report.skipped["repeated == plain"]
+    assert reason.startswith("nothing can be recorded here; the call: _local_scalar_dense reads a value")
+    assert reason.endswith("pass device='cuda'")

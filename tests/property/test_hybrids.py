@@ -157,7 +157,7 @@ the same few standard calls, and on drawn ones, with ``-m thorough``."""
 
 
 def check_report(report: contracts.Report) -> None:
-    assert set(report.skipped) <= {"chunk invariance at the grain"}
+    assert set(report.skipped) <= {"chunk invariance at the grain", "repeated == plain"}
     assert set(contracts.LAWS) == {*report.cases, *report.skipped}
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from attrs import frozen
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -38,6 +39,7 @@ GRADIENTS = "gradients are recorded"
 EMPTY_SLOT = "a tensor that was handed over has no elements"
 ODD = "{name} has to do with a tensor that is not plain: {kind}"
 MOVED = "{name} gives a tensor other memory"
+APART = "requests that share a launch have tensors in different storages"
 BEYOND = "it goes beyond the tensors that were handed over"
 READ = "{name} reads a value of the device on the host"
 SIZED = "{name} makes a tensor whose size depends on values"
@@ -96,6 +98,33 @@ NEEDED = _Maker(False)
 """Of launches, and of operators that write."""
 
 
+@frozen(eq=False)
+class Table:
+    """See `Recording.told`. entries: number, the two places (or tensors from outside), and bytes of an element."""
+
+    made: Tensor
+    numbers: list[int]
+    entries: list[tuple[int, Any, Any, int]]
+
+    @property
+    def read(self) -> list[Any]:
+        """Places, or tensors from outside, that a launch with the table reads."""
+        return [x for _, *both, _ in self.entries for x in both]
+
+    def of(self, settled: Callable[[Any], Any]) -> Tensor | None:
+        """The table for final places; None where two that it tells of lie in different tensors."""
+        numbers = list(self.numbers)
+        for i, one, other, size in self.entries:
+            a, b = settled(one), settled(other)
+            if isinstance(a, Tensor) and isinstance(b, Tensor):
+                numbers[i] = (a.data_ptr() - b.data_ptr()) // size
+                continue
+            if isinstance(a, Tensor) or isinstance(b, Tensor) or a.root != b.root or (a.offset - b.offset) % size:
+                return None
+            numbers[i] = (a.offset - b.offset) // size
+        return torch.tensor(numbers, dtype=self.made.dtype).view_as(self.made).to(self.made.device)
+
+
 class Recording(TorchDispatchMode):
     """Watches one call; see `record`."""
 
@@ -112,6 +141,7 @@ class Recording(TorchDispatchMode):
         self._scratch: dict[int, int] = {}  # bytes of what was made room for
         self._touched: set[int] = set()  # storages from outside that a kernel got
         self._outside: list[Tensor] = []  # their tensors
+        self._tables: dict[int, Table] = {}  # by storage
         self._entries: list[tuple[Launch | Operator, _Maker, range]] = []
         self._taken = 0  # bytes
         for slot in slots:
@@ -245,7 +275,21 @@ class Recording(TorchDispatchMode):
         if isinstance(launch, str):
             self.refuse(FOREIGN.format(name=getattr(kernel, "__name__", "a kernel"), why=launch))
         elif not self._why:
-            self._entries.append((launch, NEEDED, range(0)))
+            tables = [self._tables.get(_storage(x)) for x in args if isinstance(x, Tensor)]
+            self._entries.append((launch.beside(*(x for one in tables if one for x in one.read)), NEEDED, range(0)))
+
+    def told(self, table: Tensor, numbers: Sequence[int], entries: Sequence[tuple[int, Tensor, Tensor]]) -> None:
+        """A table of int64 ``numbers``, some of which say by how many elements one tensor begins behind another: each
+        step has the distances of its own. entries: the number of each, and its two tensors, which launches that get
+        the table read."""
+        if self._why:
+            return
+        with _disable_current_modes():
+            for _, *both in entries:
+                for x in both:
+                    self._need(x)
+            placed = [(i, self._place(a), self._place(b), a.element_size()) for i, a, b in entries]
+            self._tables[_storage(table)] = Table(table, list(numbers), placed)
 
     def _argument(self, x: Any) -> Any:
         if isinstance(x, Tensor):
@@ -276,6 +320,7 @@ class Recording(TorchDispatchMode):
         self._entries.clear()
         self._held.clear()
         self._outside.clear()
+        self._tables.clear()
 
     def step(self, found: Sequence[Tensor]) -> Step | str:
         """What was recorded. found: what every run returns, in tensors of its own."""
@@ -292,13 +337,22 @@ class Recording(TorchDispatchMode):
         ways, size = self._laid_out([what for what, _, _ in left])
         numbers = {root: self._own + 1 + n for n, root in enumerate(root for *_, inside in left for root in inside)}
 
+        tables = dict[int, Tensor]()
+
         def settled(x: Any) -> Any:
+            if isinstance(x, Tensor):
+                return tables.get(_storage(x), x)
             if not isinstance(x, Place) or x.root < self._own:
                 return x
             if x.root in ways:
                 return x._replace(root=self._own, offset=ways[x.root] + x.offset)
             return x._replace(root=numbers[x.root]) if x.root in numbers else x.of(self._held[x.root])
 
+        for key, table in self._tables.items():
+            again = table.of(settled)
+            if again is None:
+                return APART
+            tables[key] = again
         results = [settled(self._place(x)) for x in found]
         if self._why:
             return self._why

@@ -114,7 +114,8 @@ def tensors_of(x: Any) -> Iterator[Tensor]:
 class Launch:
     """A launch. run: of the compiled kernel, or of Triton's interpreter on its grid. arguments: as it takes them, `Place`s
     and `Descriptor`s among them. options: of the interpreter; None on a GPU. compiled, grid: there; head: what `run`
-    takes between the stream and the arguments, as `CompiledKernel` itself gives it where nobody listens to launches."""
+    takes between the stream and the arguments, as `CompiledKernel` itself gives it where nobody listens to launches.
+    others: what it reads by the numbers of an argument, which are kept for it: places, or tensors from outside."""
 
     run: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -122,6 +123,7 @@ class Launch:
     compiled: Any = None
     grid: tuple[int, ...] = ()
     head: tuple[Any, ...] = ()
+    others: tuple[Any, ...] = ()
     numbers: tuple[tuple[int, Callable[[int], int]], ...] = ()
     pointers: tuple[tuple[int, int, int], ...] = ()
     descriptors: tuple[tuple[int, int, int, Descriptor], ...] = ()
@@ -146,7 +148,11 @@ class Launch:
     def places(self) -> list[Place]:
         """Those of its tensors."""
         given = (x.base if isinstance(x, Descriptor) else x for x in self.arguments)
-        return [x for x in given if isinstance(x, Place)]
+        return [x for x in (*given, *self.others) if isinstance(x, Place)]
+
+    def beside(self, *others: Any) -> Self:
+        """A launch that reads these, too."""
+        return evolve(self, others=others) if others else self
 
     def placed(self, settled: Callable[[Any], Any]) -> Self:
         """With final places."""
@@ -163,7 +169,8 @@ class Launch:
             (i, x.base.root, x.base.offset, x) for i, x in enumerate(given) if isinstance(x, Descriptor)
         )
         numbers = tuple((i, x.of) for i, x in enumerate(given) if type(x) is OfLayer)
-        return evolve(self, arguments=given, numbers=numbers, pointers=pointers, descriptors=descriptors)
+        more = tuple(map(settled, self.others))
+        return evolve(self, arguments=given, others=more, numbers=numbers, pointers=pointers, descriptors=descriptors)
 
     def interpreted(self, roots: Sequence[Tensor], layer: int) -> None:
         """In Triton's interpreter, which takes tensors."""

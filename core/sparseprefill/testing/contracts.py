@@ -26,6 +26,7 @@ from sparseprefill.registry import default_registry
 from sparseprefill.stages import MaskRefiner
 from sparseprefill.testing import laws
 from sparseprefill.testing.cases import chunked_call, describe, standard_calls
+from sparseprefill.testing.repeated import repeated_is_plain
 from sparseprefill.testing.trial import BreachError, Candidate, NotApplicableError, Subject, Trial
 
 LONGEST_GRAIN = 1024
@@ -71,6 +72,7 @@ LAWS: Mapping[str, Callable[[Trial], None]] = {
     "memory is read only": laws.memory_is_read_only,
     "what is given stays as it is": laws.nothing_is_written,
     "the tail sees every key": laws.tail_is_dense,
+    "repeated == plain": repeated_is_plain,
 }
 """Laws that every method keeps, by name; the functions say what each law holds."""
 LAWS_OF_REFINERS: Mapping[str, Callable[[Trial], None]] = {

@@ -9,6 +9,7 @@ from attrs import frozen
 from torch import Tensor
 
 from sparseprefill.call import AttentionCall
+from sparseprefill.kernels import RECORDING, apart
 from sparseprefill.kernels.attention.arguments import FIELDS
 from sparseprefill.kernels.source import Source
 from sparseprefill.mask.geometry import kept
@@ -55,6 +56,10 @@ class Together:
             for row, begin, numbers, mine in zip(rows, begins, sizes, tensors, strict=True)
         )
         tiles, made = max(mask.geometry.tile_rows(mask.tile_q) for mask in masks), _on_device(table, q.device)
+        recording = RECORDING.get()
+        if recording is not None:  # where these tensors lie then, it alone knows
+            made = apart(torch.clone, made)
+            recording.told(made, [x for one in table for x in one], _tensors_of(table, tensors))
         return cls(tuple(masks), lists, bitmaps, q, out, lse, begins, tiles, made)
 
     def results(self) -> list[tuple[Tensor, Tensor]]:
@@ -109,6 +114,18 @@ def _behind(mine: Sequence[Tensor | None], first: Sequence[Tensor | None]) -> tu
     """By how many elements tensors begin behind the first request's; 0 where there are none."""
     pairs = zip(mine, first, strict=True)
     return tuple(0 if a is None or b is None else (a.data_ptr() - b.data_ptr()) // a.element_size() for a, b in pairs)
+
+
+def _tensors_of(
+    table: tuple[tuple[int, ...], ...], tensors: Sequence[Sequence[Tensor | None]]
+) -> list[tuple[int, Tensor, Tensor]]:
+    """Of each distance in the table its number among all entries, and the two tensors; `_behind` ends each line."""
+    found, width = list[tuple[int, Tensor, Tensor]](), len(table[0])
+    for n, mine in enumerate(tensors):
+        first = (n + 1) * width - len(mine)
+        pairs = enumerate(zip(mine, tensors[0], strict=True), first)
+        found += [(i, a, b) for i, (a, b) in pairs if a is not None and b is not None and a is not b]
+    return found
 
 
 @kept
