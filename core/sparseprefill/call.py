@@ -12,8 +12,8 @@ from attrs import field, fields, frozen
 from torch import Tensor
 
 from sparseprefill.errors import InvalidCallError, ParameterError, nearest, printed
-from sparseprefill.kernels import apart
 from sparseprefill.mask.geometry import Geometry
+from sparseprefill.mask.recorded import apart
 from sparseprefill.pages import DTYPES, LONGEST, Pages, check_index, odd_layout
 
 P = ParamSpec("P")

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from sparseprefill.kernels import RECORDING
 from sparseprefill.kernels.repeat import Launch, Operator, Place, Step, bound, mapped
+from sparseprefill.mask.recorded import RECORDING
 
 MODES: Any = torch._C
 ALIGNMENT = 512

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from attrs import evolve, field, frozen
@@ -80,9 +80,7 @@ class IndexLists:
     def from_map(cls, keep: Tensor) -> IndexLists:
         """Make lists from a bool map ``[B, H, R, C]`` of any strides; one launch on a GPU, with room for more."""
         if kernels.serve(keep):
-            from sparseprefill.kernels.lists.maps import encode_map
-
-            return cls(*encode_map(keep), same_heads=keep.stride(1) == 0, sound=True)
+            return cls(*launchers().encode_map(keep), same_heads=keep.stride(1) == 0, sound=True)
         counts = keep.sum(-1, dtype=torch.int32)
         indices = keep.flatten(0, 2).nonzero()[:, 1].to(torch.int32)
         ends = counts.flatten().cumsum(0)
@@ -98,9 +96,7 @@ class IndexLists:
         """
         _check_ranges(first, last, width)
         if kernels.serve(first):
-            from sparseprefill.kernels.lists.maps import encode_ranges
-
-            return cls(*encode_ranges(first, last, heads, width), same_heads=True, sound=True)
+            return cls(*launchers().encode_ranges(first, last, heads, width), same_heads=True, sound=True)
         sizes = (last - first).clamp(min=0)
         ends = sizes.cumsum(-1)
         slot = torch.arange(width, device=first.device)
@@ -141,9 +137,8 @@ class IndexLists:
         if ratio > 1:
             return self.to_map(-(-columns // ratio)).repeat_interleave(ratio, dim=-1)[..., :columns]
         if kernels.serve(self.counts):
-            from sparseprefill.kernels.lists.maps import decode
-
-            return decode((self.counts, self.offsets, self.indices), columns)
+            made: Tensor = launchers().decode((self.counts, self.offsets, self.indices), columns)
+            return made
         width = int(self.counts.max()) if self.counts.is_cpu and self.counts.numel() else columns
         entry, index = self.padded(min(width, columns))
         keep = torch.zeros(*self.counts.shape, columns + 1, dtype=torch.bool, device=self.counts.device)
@@ -242,9 +237,21 @@ def _every(geometry: Geometry, tile_q: int, tile_k: int) -> tuple[Tensor, Tensor
     return counts.expand(shape).contiguous(), first.expand(shape).contiguous(), every
 
 
+def served(device: torch.device) -> bool:
+    """True if kernels make maps and lists on a device."""
+    return kernels.serve_device(device)
+
+
+def launchers() -> Any:
+    """The module `kernels.lists.maps`, for this room alone: it stands above, and is imported where it launches."""
+    from sparseprefill.kernels.lists import maps
+
+    return maps
+
+
 def readable(device: torch.device) -> bool:
     """True if values may be looked at: on a CPU, where nothing waits for it, and in no mode in which there are none."""
-    return device.type == "cpu" and not kernels.serve_device(device) and not in_a_mode()
+    return device.type == "cpu" and not served(device) and not in_a_mode()
 
 
 def _check_order(first: Tensor, last: Tensor) -> None:

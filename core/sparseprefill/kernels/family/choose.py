@@ -17,10 +17,10 @@ from torch import Tensor
 
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import StageError, UnsupportedCallError, frameless, numberless, printed, told
-from sparseprefill.kernels import RECORDING
 from sparseprefill.kernels.family.chips import NONE, Capability, amd, capability
 from sparseprefill.kernels.family.record import Family, Job, Launched, Wanted
 from sparseprefill.mask.mask import SparseMask
+from sparseprefill.mask.recorded import RECORDING
 from sparseprefill.plan import EXACT
 from sparseprefill.validate import one_of
 
