@@ -11,6 +11,7 @@ from typing import Any
 
 from attrs import evolve
 
+from sparseprefill.kernels.family.record import Family
 from sparseprefill.method import Method
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.profiles.identity import ModelIdentity
@@ -46,14 +47,21 @@ class LocalRegistry(Registry):
 
         return evolve(method, build=build)
 
+    def kernels(self) -> tuple[Family, ...]:
+        """Records of the kernels of all installed plugins."""
+        return default_registry().kernels()
+
     def build(
         self, /, name: str | None = None, *, profile: str | Path | Profile | None = None, **parameters: Any
     ) -> Any:
         """Do as `Registry.build` does, for this share of the heads."""
         if profile is None:
-            return self.get(name).pipeline(**parameters)
+            method = self.get(name)
+            with self.building():
+                return method.pipeline(**parameters)
         if name is not None:
             self.get(name)
         loaded = Profile.load(profile)
         loaded.check_model(self._whole)
-        return Route.by_length(evolve(loaded, model=self._local), self.get, parameters, name)
+        with self.building():
+            return Route.by_length(evolve(loaded, model=self._local), self.get, parameters, name)

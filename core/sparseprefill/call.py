@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparseprefill.errors import InvalidCallError, ParameterError, nearest, printed
 from sparseprefill.mask.geometry import Geometry
-from sparseprefill.mask.recorded import apart
+from sparseprefill.mask.recorded import RECORDING, apart
 from sparseprefill.pages import DTYPES, LONGEST, Pages, check_index, odd_layout
 
 P = ParamSpec("P")
@@ -79,7 +79,7 @@ class AttentionCall:
 
     def __attrs_post_init__(self) -> None:
         _check_tensors(self.q, self._k, self._v)
-        apart(_check_rows, self)
+        _check_rows(self) if RECORDING.get() is None else apart(_check_rows, self)
         _check_numbers(self)
 
     @classmethod

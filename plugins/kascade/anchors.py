@@ -15,6 +15,7 @@ from torch import Tensor
 from sparseprefill import __version__
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import UnsupportedCallError
+from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Result
 from sparseprefill.profiles.table import MadeTable, ModelReader, Progress, Steps
 from sparseprefill.registry import default_registry

@@ -167,7 +167,12 @@ def test_what_servers_share_imports_none() -> None:
         ("adapters", "sparseprefill.adapters.cli.app", "from ..session import Session", False),
         ("adapters", "sparseprefill.adapters.cli.app", "from lab.peers import app", True),
         ("core", "sparseprefill.method", "import_module('sparseprefill.adapters.session')", True),
-        ("core", "sparseprefill.method", "NAME = 'sparseprefill.plugins'\nimportlib.import_module(NAME + '.dense')", True),
+        (
+            "core",
+            "sparseprefill.method",
+            "P = 'sparseprefill.plugins'\nimportlib.import_module(P + '.dense')",
+            True,
+        ),
         ("core", "sparseprefill.method", "def f():\n    return find_spec(f'{__package__}.adapters')", True),
         ("core", "sparseprefill.method", "__import__(name='sparseprefill.registry')", False),
         ("adapters", "sparseprefill.adapters.cli.app", "import_module('..session', __package__)", False),

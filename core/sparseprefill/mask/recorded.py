@@ -1,4 +1,4 @@
-"""The recording of a layer's launches, for those who have to say something to it; who makes one is `kernels.recording`."""
+"""The recording of a layer's launches, for those who have something to say to it; `kernels.recording` makes one."""
 
 from __future__ import annotations
 
