@@ -11,7 +11,6 @@ from typing import Any
 
 from attrs import evolve
 
-from sparseprefill.kernels.family.record import Family
 from sparseprefill.method import Method
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.profiles.identity import ModelIdentity
@@ -28,12 +27,13 @@ class LocalRegistry(Registry):
     """
 
     def __init__(self, whole: ModelIdentity, local: ModelIdentity) -> None:
-        super().__init__()
+        super().__init__(kinds=())
+        vars(self).update(vars(default_registry()))  # offers what that does, and shares it
         self._whole, self._local = whole, local
 
     def get(self, name: str | None) -> Method:
         """The method of this name, whose tables know the model's heads by number alone."""
-        method = default_registry().get(name)
+        method = super().get(name)
         if method.table is None:
             return method
         parameter = method.table.parameter
@@ -46,10 +46,6 @@ class LocalRegistry(Registry):
             return method.build(config)
 
         return evolve(method, build=build)
-
-    def kernels(self) -> tuple[Family, ...]:
-        """Records of the kernels of all installed plugins."""
-        return default_registry().kernels()
 
     def build(
         self, /, name: str | None = None, *, profile: str | Path | Profile | None = None, **parameters: Any

@@ -20,7 +20,7 @@ from sparseprefill.method import FLOOR, configured
 from sparseprefill.pipeline import Pipeline, Runner
 from sparseprefill.refiners.recall import floor_of
 from sparseprefill.refiners.skip import SkipSoftmax
-from sparseprefill.registry import KEY, Registry, default_registry
+from sparseprefill.registry import KEY, Registry, default_registry, registry_at_work
 from sparseprefill.route import Route, gated
 from sparseprefill.stages import PatternEstimator
 from sparseprefill.structure import check_names, join
@@ -96,7 +96,8 @@ def inner_method(given: str | Mapping[str, Any] | Pipeline | PatternEstimator, w
     """
     if isinstance(given, str | Mapping):
         with _one_deeper():
-            made = from_config({"method": given} if isinstance(given, str) else given, at="inner")
+            table = {"method": given} if isinstance(given, str) else given
+            made = from_config(table, registry=registry_at_work(), at="inner")
     else:
         made = given if isinstance(given, Runner) else Pipeline(given, name=type(given).__name__)
     if not isinstance(made, Pipeline):

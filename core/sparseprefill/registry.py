@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -45,6 +46,8 @@ OFFERED = (*KINDS, "kernel")
 """Kinds that plugins offer by name, each through a hook of its own; kernels are chosen by the call and never named."""
 KEY = "name"
 """The key by which a table of a configuration calls its refiner or corrector, beside the parameters."""
+_BUILDING: ContextVar[Registry | None] = ContextVar("building", default=None)
+"""The registry that builds something in this thread now."""
 log = logging.getLogger(__name__)
 
 
@@ -312,12 +315,17 @@ class Registry:
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """While something is built: executors that are made get this registry's kernels, as they are now.
+        """While something is built: executors that are made get this registry's kernels, as they are now, and methods
+        within methods are looked up here.
 
-        Those of the installed plugins where it does not ask plugins for kernels.
+        Kernels are those of the installed plugins where it does not ask plugins for any.
         """
-        with handed_down(self.kernels()) if "kernel" in self._kinds else nullcontext():
-            yield
+        before = _BUILDING.set(self)
+        try:
+            with handed_down(self.kernels()) if "kernel" in self._kinds else nullcontext():
+                yield
+        finally:
+            _BUILDING.reset(before)
 
 
 class _Core:
@@ -356,6 +364,11 @@ def default_registry() -> Registry:
     registry = Registry()
     registry.load_entry_points()
     return registry
+
+
+def registry_at_work() -> Registry:
+    """The registry that builds what this is asked for, else the default one."""
+    return _BUILDING.get() or default_registry()
 
 
 def _hook(kind: str) -> str:

@@ -97,6 +97,14 @@ def test_a_registry_given_to_from_config_is_asked_for_its_kernels(table: dict[st
     assert registry.kernels() == sp.from_config(table, registry=registry).executor.kernels
 
 
+def test_methods_within_methods_are_those_of_the_registry_that_builds() -> None:
+    table = {"method": "star-attention", "parameters": {"inner": "inside", "block_size": 256}}
+    assert "star-attention" == sp.from_config(table, registry=mine()).name
+    assert "star-attention" == mine().build("star-attention", inner={"method": "inside"}).name
+    with pytest.raises(sp.UnknownMethodError, match="inner"):
+        sp.from_config(table)
+
+
 def test_precisions_are_those_of_the_kernels_that_were_handed_down() -> None:
     table = {"method": "dense", "executor": {"precision": "fp4"}}
     assert "fp4" == sp.from_config(table, registry=mine()).executor.precision
