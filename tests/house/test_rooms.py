@@ -13,7 +13,7 @@ import torch
 
 from helpers.walk import layer_walk, pipeline_walk
 from house.moves import layer_moves, pipeline_moves, vllm_moves
-from house.test_layers import PLACES, ROOT, imported, module_name
+from house.test_layers import FACE, PLACES, ROOT, imported, module_name
 
 FILES = [(layer, path) for layer, place in PLACES.items() for path in sorted(place.rglob("*.py"))]
 MODULES = {module_name(layer, path): path for layer, path in FILES}
@@ -25,7 +25,8 @@ def arrows() -> dict[str, set[str]]:
     for layer, path in FILES:
         module = module_name(layer, path)
         names = imported(path.read_text(encoding="utf-8"), module, path.name == "__init__.py", MODULES)
-        found[module] = {name for name in names if name in MODULES and name != module}
+        # The face is asked for the version alone: its names are for users, and fetched when they are asked for.
+        found[module] = {name for name in names if name in MODULES and name not in (module, FACE)}
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from attrs import evolve, field, frozen
@@ -80,7 +80,9 @@ class IndexLists:
     def from_map(cls, keep: Tensor) -> IndexLists:
         """Make lists from a bool map ``[B, H, R, C]`` of any strides; one launch on a GPU, with room for more."""
         if kernels.serve(keep):
-            return cls(*launchers().encode_map(keep), same_heads=keep.stride(1) == 0, sound=True)
+            from sparseprefill.kernels.lists.maps import encode_map
+
+            return cls(*encode_map(keep), same_heads=keep.stride(1) == 0, sound=True)
         counts = keep.sum(-1, dtype=torch.int32)
         indices = keep.flatten(0, 2).nonzero()[:, 1].to(torch.int32)
         ends = counts.flatten().cumsum(0)
@@ -96,7 +98,9 @@ class IndexLists:
         """
         _check_ranges(first, last, width)
         if kernels.serve(first):
-            return cls(*launchers().encode_ranges(first, last, heads, width), same_heads=True, sound=True)
+            from sparseprefill.kernels.lists.maps import encode_ranges
+
+            return cls(*encode_ranges(first, last, heads, width), same_heads=True, sound=True)
         sizes = (last - first).clamp(min=0)
         ends = sizes.cumsum(-1)
         slot = torch.arange(width, device=first.device)
@@ -137,8 +141,9 @@ class IndexLists:
         if ratio > 1:
             return self.to_map(-(-columns // ratio)).repeat_interleave(ratio, dim=-1)[..., :columns]
         if kernels.serve(self.counts):
-            made: Tensor = launchers().decode((self.counts, self.offsets, self.indices), columns)
-            return made
+            from sparseprefill.kernels.lists.maps import decode
+
+            return decode((self.counts, self.offsets, self.indices), columns)
         width = int(self.counts.max()) if self.counts.is_cpu and self.counts.numel() else columns
         entry, index = self.padded(min(width, columns))
         keep = torch.zeros(*self.counts.shape, columns + 1, dtype=torch.bool, device=self.counts.device)
@@ -237,21 +242,26 @@ def _every(geometry: Geometry, tile_q: int, tile_k: int) -> tuple[Tensor, Tensor
     return counts.expand(shape).contiguous(), first.expand(shape).contiguous(), every
 
 
-def served(device: torch.device) -> bool:
-    """True if kernels make maps and lists on a device."""
-    return kernels.serve_device(device)
+def pairs_by_kernel(
+    geometry: Geometry,
+    sizes: tuple[int, int, int, int],
+    tiles: IndexLists | None,
+    stripes: IndexLists | None,
+    *,
+    disjoint: bool,
+) -> Tensor | None:
+    """What `count.pairs` counts, where a kernel does; None where plain PyTorch has to."""
+    if not kernels.serve_device(geometry.device):
+        return None
+    from sparseprefill.kernels.lists.pair_counts import pair_counts
 
-
-def launchers() -> Any:
-    """The module `kernels.lists.maps`, for this room alone: it stands above, and is imported where it launches."""
-    from sparseprefill.kernels.lists import maps
-
-    return maps
+    plain = (None if one is None else (one.counts, one.offsets, one.indices) for one in (tiles, stripes))
+    return pair_counts(geometry, sizes, *plain, disjoint=disjoint)
 
 
 def readable(device: torch.device) -> bool:
     """True if values may be looked at: on a CPU, where nothing waits for it, and in no mode in which there are none."""
-    return device.type == "cpu" and not served(device) and not in_a_mode()
+    return device.type == "cpu" and not kernels.serve_device(device) and not in_a_mode()
 
 
 def _check_order(first: Tensor, last: Tensor) -> None:

@@ -9,17 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property, partial, reduce
 from operator import or_
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
+from sparseprefill import kernels
 from sparseprefill.errors import MaskError, printed
 from sparseprefill.mask.geometry import Geometry, kept_by_sizes, reachable_map, regrid
-from sparseprefill.mask.lists import IndexLists, launchers, served
+from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.recorded import OfLayer
 from sparseprefill.validate import WIDEST
+
+if TYPE_CHECKING:
+    from sparseprefill.kernels.lists.maps import Rules
 
 WORD = 0xFFFFFFFF
 STRIDE, RANDOM = 1, 2
@@ -234,9 +238,11 @@ class TileMap:
         return _ruled(self.geometry, self.tile_q, self.tile_k, self.band, self.sink, self.dense)
 
     def _lists(self) -> IndexLists:
-        if served(self.geometry.device):
+        if kernels.serve_device(self.geometry.device):
+            from sparseprefill.kernels.lists.maps import encode
+
             same = not self.by_head and (self.keep is None or self.keep.shape[1] == 1)
-            return IndexLists(*launchers().encode(*self.kernel_arguments()), same_heads=same, sound=True)
+            return IndexLists(*encode(*self.kernel_arguments()), same_heads=same, sound=True)
         return IndexLists.from_map(self.resolved)
 
     @cached_property
@@ -253,7 +259,7 @@ class TileMap:
     def left_of(self, rows: Rows) -> TileMap:
         """Every tile in reach for a range of query tiles, but those of this map."""
         every, group = TileMap(geometry=self.geometry, tile_q=self.tile_q, tile_k=self.tile_k, dense=rows), self.shared
-        if served(self.geometry.device):
+        if kernels.serve_device(self.geometry.device):
             keep = every.by_group(group) & ~self.by_group(group)
         else:
             reach = reachable_map(self.geometry, self.tile_q, self.tile_k)[:, None]
@@ -289,15 +295,18 @@ class TileMap:
 
     def by_group(self, group: int) -> Tensor:
         """bool ``[B, H / group, R, C]``: what any of each `group` neighbouring heads keeps."""
-        if served(self.geometry.device):
-            made: Tensor = launchers().resolve(*self.kernel_arguments(), group)
-            return made
+        if kernels.serve_device(self.geometry.device):
+            from sparseprefill.kernels.lists.maps import resolve
+
+            return resolve(*self.kernel_arguments(), group)
         return self.plain(group)
 
-    def kernel_arguments(self) -> tuple[Geometry, int, int, Tensor | None, Any, int, int]:
+    def kernel_arguments(self) -> tuple[Geometry, int, int, Tensor | None, Rules, int, int]:
         """Arguments of `kernels.lists.maps`: this map in plain tensors and numbers."""
+        from sparseprefill.kernels.lists.maps import Rules
+
         stride, random = self.stride, self.random
-        rules = launchers().Rules(
+        rules = Rules(
             band=self.band,
             sink=self.sink,
             every=None if stride is None else stride.every,
