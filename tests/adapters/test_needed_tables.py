@@ -92,7 +92,7 @@ def test_a_share_of_the_heads_has_all_that_is_installed() -> None:
     for kind in ("refiner", "corrector", "method", "kernel"):
         assert known.offered(kind) == registry.offered(kind)
     table = {"method": "streaming", "corrector": "delta", "refiners": [{"name": "value-weights"}]}
-    made = sp.from_config(table, registry=registry)
+    made: Any = sp.from_config(table, registry=registry)
     assert made.corrects
     assert known.kernels() == made.executor.kernels
 

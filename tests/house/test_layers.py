@@ -52,9 +52,9 @@ def by_string(source: str, module: str, package: str) -> Iterator[str | None]:
     """What a file imports by a string: absolute names, and None for each that only shows when the code runs."""
     tree = ast.parse(source)
     words: dict[str, str | None] = {"__name__": module, "__package__": package}
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            words[node.targets[0].id] = _text(node.value, words)
+    for said in tree.body:
+        if isinstance(said, ast.Assign) and isinstance(said.targets[0], ast.Name):
+            words[said.targets[0].id] = _text(said.value, words)
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or ast.unparse(node.func).rpartition(".")[2] not in BY_STRING:
             continue

@@ -75,7 +75,7 @@ def names(executor: Any) -> list[str]:
 
 def test_a_registry_hands_its_kernels_to_what_it_builds() -> None:
     registry = mine()
-    made = registry.build("inside")
+    made: Any = registry.build("inside")
     assert names(made.executor) == names(made.estimator.executor) == [one.name for one in registry.kernels()]
     assert "mine" in names(made.executor)
     assert "mine" not in names(sp.build("dense").executor)
@@ -94,7 +94,8 @@ def test_a_registry_hands_its_kernels_to_what_it_builds() -> None:
 )
 def test_a_registry_given_to_from_config_is_asked_for_its_kernels(table: dict[str, Any]) -> None:
     registry = mine()
-    assert registry.kernels() == sp.from_config(table, registry=registry).executor.kernels
+    made: Any = sp.from_config(table, registry=registry)
+    assert registry.kernels() == made.executor.kernels
 
 
 def test_methods_within_methods_are_those_of_the_registry_that_builds() -> None:
@@ -107,7 +108,8 @@ def test_methods_within_methods_are_those_of_the_registry_that_builds() -> None:
 
 def test_precisions_are_those_of_the_kernels_that_were_handed_down() -> None:
     table = {"method": "dense", "executor": {"precision": "fp4"}}
-    assert "fp4" == sp.from_config(table, registry=mine()).executor.precision
+    made: Any = sp.from_config(table, registry=mine())
+    assert "fp4" == made.executor.precision
     with pytest.raises(ParameterError, match=r"executor.precision is 'fp4'"):
         sp.from_config(table)
     assert "fp4" == sp.AutoExecutor(kernels=(MINE,), precision="fp4").precision
@@ -129,7 +131,7 @@ def test_every_pipeline_of_a_profile_gets_them() -> None:
         LengthRange(least=80, tokens=99, method="dense", parameters={}),
     )
     model = ModelIdentity(name="m", architecture="M", digest="0", **sizes)
-    made = registry.build(profile=Profile(methods=("streaming", "dense"), model=model, ranges=ranges))
+    made: Any = registry.build(profile=Profile(methods=("streaming", "dense"), model=model, ranges=ranges))
     assert [registry.kernels()] * len(made.known) == [one.executor.kernels for one in made.known]
     call = sp.AttentionCall(*tensors("random", batch=1, heads=1, kv_heads=1, q_len=9, kv_len=9, head_dim=16))
     assert registry.kernels() == made.executing(call).given.kernels, "of a length for which it has no setting, too"
@@ -154,7 +156,8 @@ def test_a_registry_that_asks_for_no_kernels_hands_none_down() -> None:
     registry = Registry(kinds=("method",))
     registry.load_entry_points()
     assert () == registry.kernels()
-    assert default_registry().kernels() == registry.build("dense").executor.kernels
+    made: Any = registry.build("dense")
+    assert default_registry().kernels() == made.executor.kernels
 
 
 def test_an_executor_that_a_plugin_makes_while_it_is_imported() -> None:

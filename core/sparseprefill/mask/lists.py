@@ -250,7 +250,7 @@ def pairs_by_kernel(
     *,
     disjoint: bool,
 ) -> Tensor | None:
-    """What `count.pairs` counts, where a kernel does; None where plain PyTorch has to."""
+    """Count as `count.pairs` does, where a kernel may; None where plain PyTorch has to."""
     if not kernels.serve_device(geometry.device):
         return None
     from sparseprefill.kernels.lists.pair_counts import pair_counts
