@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
@@ -150,6 +152,15 @@ def test_what_is_registered_later_serves_what_is_built_later() -> None:
     finally:
         default_registry().unregister("mine")
     assert "mine" not in names(sp.AutoExecutor())
+
+
+def test_copies_know_the_same_kernels() -> None:
+    made = sp.AutoExecutor(kernels=(MINE,), precision="fp4")
+    assert made == copy.deepcopy(made) == evolve(made)
+    assert made == evolve(sp.AutoExecutor(kernels=[MINE]), precision="fp4")
+    assert made != sp.AutoExecutor(kernels=(evolve(MINE, rank=1),), precision="fp4")
+    there = pickle.loads(pickle.dumps(sp.AutoExecutor(precision="int8")))
+    assert (names(sp.AutoExecutor()), "int8") == (names(there), there.precision)
 
 
 def test_a_registry_that_asks_for_no_kernels_hands_none_down() -> None:
