@@ -27,12 +27,13 @@ class LocalRegistry(Registry):
     """
 
     def __init__(self, whole: ModelIdentity, local: ModelIdentity) -> None:
-        super().__init__()
+        super().__init__(kinds=())
+        vars(self).update(vars(default_registry()))  # offers what that does, and shares it
         self._whole, self._local = whole, local
 
     def get(self, name: str | None) -> Method:
         """The method of this name, whose tables know the model's heads by number alone."""
-        method = default_registry().get(name)
+        method = super().get(name)
         if method.table is None:
             return method
         parameter = method.table.parameter
@@ -51,9 +52,12 @@ class LocalRegistry(Registry):
     ) -> Any:
         """Do as `Registry.build` does, for this share of the heads."""
         if profile is None:
-            return self.get(name).pipeline(**parameters)
+            method = self.get(name)
+            with self.building():
+                return method.pipeline(**parameters)
         if name is not None:
             self.get(name)
         loaded = Profile.load(profile)
         loaded.check_model(self._whole)
-        return Route.by_length(evolve(loaded, model=self._local), self.get, parameters, name)
+        with self.building():
+            return Route.by_length(evolve(loaded, model=self._local), self.get, parameters, name)

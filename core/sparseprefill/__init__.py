@@ -8,6 +8,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+from sparseprefill.kernels.family import known as _known
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from sparseprefill.executors.auto import AutoExecutor as AutoExecutor
     from sparseprefill.executors.cpu import CpuExecutor as CpuExecutor
     from sparseprefill.executors.reference import ReferenceExecutor as ReferenceExecutor
+    from sparseprefill.kernels.family.record import Family
     from sparseprefill.mask.geometry import Geometry as Geometry
     from sparseprefill.mask.lists import IndexLists as IndexLists
     from sparseprefill.mask.mask import SparseMask as SparseMask
@@ -146,6 +149,15 @@ if not TYPE_CHECKING:  # or checkers would take every misspelt name for one of o
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})
+
+
+def _installed() -> tuple[Family, ...]:
+    from sparseprefill.registry import default_registry
+
+    return default_registry().kernels()
+
+
+_known.installed = _installed
 
 
 def methods() -> Mapping[str, str]:

@@ -12,8 +12,8 @@ from attrs import field, fields, frozen
 from torch import Tensor
 
 from sparseprefill.errors import InvalidCallError, ParameterError, nearest, printed
-from sparseprefill.kernels import RECORDING, apart
 from sparseprefill.mask.geometry import Geometry
+from sparseprefill.mask.recorded import RECORDING, apart
 from sparseprefill.pages import DTYPES, LONGEST, Pages, check_index, odd_layout
 from sparseprefill.validate import LARGEST
 
@@ -86,10 +86,7 @@ class AttentionCall:
 
     def __attrs_post_init__(self) -> None:
         _check_tensors(self.q, self._k, self._v)
-        if RECORDING.get() is None:
-            _check_rows(self)
-        else:
-            apart(_check_rows, self)
+        _check_rows(self) if RECORDING.get() is None else apart(_check_rows, self)
         _check_numbers(self)
 
     @classmethod

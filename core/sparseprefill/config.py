@@ -20,7 +20,7 @@ from sparseprefill.method import FLOOR, configured
 from sparseprefill.pipeline import Pipeline, Runner
 from sparseprefill.refiners.recall import floor_of
 from sparseprefill.refiners.skip import SkipSoftmax
-from sparseprefill.registry import KEY, Registry, default_registry
+from sparseprefill.registry import KEY, Registry, default_registry, registry_at_work
 from sparseprefill.route import Route, gated
 from sparseprefill.stages import PatternEstimator
 from sparseprefill.structure import check_names, join
@@ -46,18 +46,19 @@ def from_config(
     ``name`` and the refiner's own parameters; ``recall``, the target of a floor behind all of them, or a table of its
     parameters; ``corrector``, the name of one, or a table with its ``name`` and parameters; ``executor``, a table of
     `AutoExecutor`'s parameters, such as ``precision``; a ``name`` for the pipeline; and its ``gate``, "auto" or the
-    path of a break-even table. registry: where methods are looked up; by default all that are installed. at: path of
-    keys that leads to the table, for messages.
+    path of a break-even table. registry: where methods are looked up, and whose kernels serve; by default all that are
+    installed. at: path of keys that leads to the table, for messages.
 
     Raises ParameterError, or UnknownMethodError, whose message begins with the path of the key at fault.
     """
     registry = default_registry() if registry is None else registry
     if not isinstance(source, str | Path):
-        return _Reader(registry, Path()).pipeline(source, at)
+        with registry.building():
+            return _Reader(registry, Path()).pipeline(source, at)
     if source == "":
         raise ParameterError("the configuration is '': pass the path of a .toml or .json file")
     path = Path(source)
-    with _located(str(source)), as_data():
+    with _located(str(source)), as_data(), registry.building():
         return _Reader(registry, path.parent).pipeline(_load(path), at)
 
 
@@ -95,7 +96,8 @@ def inner_method(given: str | Mapping[str, Any] | Pipeline | PatternEstimator, w
     """
     if isinstance(given, str | Mapping):
         with _one_deeper():
-            made = from_config({"method": given} if isinstance(given, str) else given, at="inner")
+            table = {"method": given} if isinstance(given, str) else given
+            made = from_config(table, registry=registry_at_work(), at="inner")
     else:
         made = given if isinstance(given, Runner) else Pipeline(given, name=type(given).__name__)
     if not isinstance(made, Pipeline):
@@ -193,7 +195,7 @@ class _Reader:
     def _executor(self, given: Any, at: str) -> AutoExecutor:
         """The executor with a table's parameters."""
         parameters = structure.table(given, at)
-        check_names(parameters, _names(AutoExecutor), at)
+        check_names(parameters, [name for name in _names(AutoExecutor) if name != "kernels"], at)  # the registry's
         with _located(at, parameters):
             executor: AutoExecutor = configured("executor", AutoExecutor, parameters)
             return executor

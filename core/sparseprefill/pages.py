@@ -11,7 +11,6 @@ from torch import Tensor
 
 from sparseprefill import kernels
 from sparseprefill.errors import InvalidCallError, printed
-from sparseprefill.kernels import RECORDING, apart
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """To compute in."""
@@ -205,7 +204,7 @@ def _outside(numbers: Tensor, behind: int) -> str:
     """The least and the largest of some numbers, where one is not from 0 to less than `behind`; CPU alone."""
     if numbers.device.type != "cpu" or numbers.numel() == 0:
         return ""
-    low, high = _span(numbers) if RECORDING.get() is None else apart(_span, numbers)
+    low, high = kernels.apart(_span, numbers)
     return "" if low >= 0 and high < behind else f"of numbers from {low} to {high}"
 
 

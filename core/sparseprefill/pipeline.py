@@ -14,9 +14,9 @@ from torch import Tensor
 from sparseprefill.call import AttentionCall, check_call
 from sparseprefill.errors import ParameterError, StageError, UnsupportedCallError, printed
 from sparseprefill.executors.auto import AutoExecutor
-from sparseprefill.kernels import RECORDING
 from sparseprefill.mask.looks import keyless
 from sparseprefill.mask.mask import SparseMask
+from sparseprefill.mask.recorded import RECORDING
 from sparseprefill.memory import KEPT_BYTES, Memory
 from sparseprefill.parts.split import Part, Recorder, parts
 from sparseprefill.plan import Parts, Plan, Planned, Result

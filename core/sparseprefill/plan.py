@@ -15,11 +15,11 @@ from torch import Tensor
 
 from sparseprefill.call import AttentionCall, check_call
 from sparseprefill.errors import MaskError, ParameterError, printed
-from sparseprefill.kernels import apart
 from sparseprefill.mask.count import share
 from sparseprefill.mask.geometry import Geometry, same_device
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.mask.priority import Priority
+from sparseprefill.mask.recorded import apart
 from sparseprefill.mask.tile_map import TileMap
 from sparseprefill.memory import Memory
 from sparseprefill.pages import odd_layout

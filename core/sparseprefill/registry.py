@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -23,6 +25,7 @@ from sparseprefill.errors import (
     printed,
     told,
 )
+from sparseprefill.kernels.family.known import handed_down
 from sparseprefill.method import PROJECT, Method, hookimpl
 from sparseprefill.validate import NAME
 
@@ -43,6 +46,8 @@ OFFERED = (*KINDS, "kernel")
 """Kinds that plugins offer by name, each through a hook of its own; kernels are chosen by the call and never named."""
 KEY = "name"
 """The key by which a table of a configuration calls its refiner or corrector, beside the parameters."""
+_BUILDING: ContextVar[Registry | None] = ContextVar("building", default=None)
+"""The registry that builds something in this thread now."""
 log = logging.getLogger(__name__)
 
 
@@ -112,7 +117,8 @@ class Registry:
         dist = point.dist
         record = PluginRecord(point.name, dist.name if dist else "unknown", dist.version if dist else "")
         try:
-            self.register(point.load(), record.name, record.distribution, record.version)
+            with self.building():  # or executors that its modules make would ask for the registry that loads
+                self.register(point.load(), record.name, record.distribution, record.version)
         except MethodCollisionError:
             raise
         except (Exception, SystemExit) as error:  # one bad wheel must not take the others down
@@ -288,19 +294,38 @@ class Registry:
     def build(
         self, /, name: str | None = None, *, profile: str | Path | Profile | None = None, **parameters: Any
     ) -> Pipeline | Route:
-        """A pipeline by name. ParameterError where a parameter is wrong, StageError where the plugin's build fails.
+        """A pipeline by name, whose executor gets this registry's kernels, as they are now.
+
+        ParameterError where a parameter is wrong, StageError where the plugin's build fails.
 
         profile: a file of ``sparseprefill fit``; each call's method and parameters then follow its length,
         under `parameters`. name: may be left out with a profile, which holds it.
         """
         if profile is None:
-            return self.get(name).pipeline(**parameters)
+            method = self.get(name)
+            with self.building():
+                return method.pipeline(**parameters)
         from sparseprefill.profiles.profile import Profile
         from sparseprefill.route import Route
 
         if name is not None:
             self.get(name)
-        return Route.by_length(Profile.load(profile), self.get, parameters, name)
+        with self.building():
+            return Route.by_length(Profile.load(profile), self.get, parameters, name)
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """While something is built: executors that are made get this registry's kernels, as they are now, and methods
+        within methods are looked up here.
+
+        Kernels are those of the installed plugins where it does not ask plugins for any.
+        """
+        before = _BUILDING.set(self)
+        try:
+            with handed_down(self.kernels()) if "kernel" in self._kinds else nullcontext():
+                yield
+        finally:
+            _BUILDING.reset(before)
 
 
 class _Core:
@@ -339,6 +364,11 @@ def default_registry() -> Registry:
     registry = Registry()
     registry.load_entry_points()
     return registry
+
+
+def registry_at_work() -> Registry:
+    """The registry that builds what this is asked for, else the default one."""
+    return _BUILDING.get() or default_registry()
 
 
 def _hook(kind: str) -> str:

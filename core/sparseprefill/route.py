@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, cast, overload
 
@@ -15,6 +16,7 @@ from sparseprefill.breakeven.points import GAIN, pairs
 from sparseprefill.breakeven.table import BreakEven, Verdict
 from sparseprefill.call import AttentionCall, check_call, resized
 from sparseprefill.errors import ParameterError, UnsupportedCallError, printed, told
+from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.executors.dense import dense
 from sparseprefill.memory import Memory
 from sparseprefill.pipeline import Pipeline, Runner
@@ -314,7 +316,15 @@ class Route(Runner):
             (found,) = self.pipelines
         else:
             found = self.pipelines[self.profile.index(_length(call))]
-        return Pipeline(_NoSetting(), name=self.name) if found is None else found
+        return self._unset if found is None else found
+
+    @cached_property
+    def _unset(self) -> Pipeline:
+        """Of lengths that no setting serves: the usual executor, with the kernels that the others know."""
+        executors = (one.executor for one in self.known)
+        kernels = next((one.kernels for one in executors if isinstance(one, AutoExecutor)), None)
+        executor = AutoExecutor() if kernels is None else AutoExecutor(kernels=kernels)
+        return Pipeline(_NoSetting(), executor=executor, name=self.name)
 
     def _objection(self, call: AttentionCall) -> str | None:
         """Reason for which the profile cannot serve this call, whatever the chosen pipeline says."""

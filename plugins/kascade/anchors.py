@@ -15,6 +15,7 @@ from torch import Tensor
 from sparseprefill import __version__
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import UnsupportedCallError
+from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Result
 from sparseprefill.profiles.table import MadeTable, ModelReader, Progress, Steps
 from sparseprefill.registry import default_registry
@@ -27,7 +28,7 @@ ONE_IN = 7
 
 
 def anchored(
-    reader: ModelReader,
+    reader: ModelReader[Pipeline],
     samples: Sequence[Sequence[int]],
     settings: Settings,
     progress: Progress = lambda what, done, of: None,
@@ -107,7 +108,7 @@ class LayerSums:
 
 
 def readings(
-    reader: ModelReader, samples: Sequence[Sequence[int]], tile: int, progress: Steps = lambda done, of: None
+    reader: ModelReader[Pipeline], samples: Sequence[Sequence[int]], tile: int, progress: Steps = lambda done, of: None
 ) -> Iterator[tuple[dict[int, LayerSums], dict[int, float]]]:
     """For each sample of token ids, by layer: its sums, and its weight, the mean over the sample's tokens of
     ``1 - cos(x, x + attention)``. Layers are those that methods serve, which have no sliding window.

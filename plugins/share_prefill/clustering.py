@@ -27,7 +27,7 @@ from .table import ClusterTable, Settings, Spot
 
 
 def clustered(
-    reader: ModelReader,
+    reader: ModelReader[Pipeline],
     samples: Sequence[Sequence[int]],
     settings: Settings,
     progress: Progress = lambda what, done, of: None,
@@ -102,7 +102,7 @@ class ProbedDense:
 
 
 def block_maps(
-    reader: ModelReader, samples: Sequence[Sequence[int]], block: int, progress: Steps = lambda done, of: None
+    reader: ModelReader[Pipeline], samples: Sequence[Sequence[int]], block: int, progress: Steps = lambda done, of: None
 ) -> dict[int, Tensor]:
     """By layer: float32 ``[S, H, R, R]`` on the CPU, mean over a block's queries of the mass in a block of keys.
 

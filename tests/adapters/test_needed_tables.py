@@ -86,6 +86,17 @@ def test_a_share_of_the_heads_is_served_and_another_model_is_not(registry: sp.Re
         LocalRegistry(evolve(MODEL, digest="02"), local).build("banded", bands=str(file))
 
 
+def test_a_share_of_the_heads_has_all_that_is_installed() -> None:
+    local = evolve(MODEL, heads=2, kv_heads=1)
+    registry, known = LocalRegistry(MODEL, local), sp.default_registry()
+    for kind in ("refiner", "corrector", "method", "kernel"):
+        assert known.offered(kind) == registry.offered(kind)
+    table = {"method": "streaming", "corrector": "delta", "refiners": [{"name": "value-weights"}]}
+    made: Any = sp.from_config(table, registry=registry)
+    assert made.corrects
+    assert known.kernels() == made.executor.kernels
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

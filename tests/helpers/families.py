@@ -11,6 +11,7 @@ from attrs import evolve
 from sparseprefill import AttentionCall, SparseMask
 from sparseprefill.kernels.attention.record import PORTABLE
 from sparseprefill.kernels.family import choose as choosing
+from sparseprefill.kernels.family import known as handing
 from sparseprefill.kernels.family.choose import Choice, choose
 from sparseprefill.kernels.family.record import Family, Features, Job, Launched, Wanted, square
 
@@ -20,14 +21,18 @@ EVERY: dict[str, Any] = dict.fromkeys(("votes", "carry", "state", "requests", "p
 
 def only(patch: pytest.MonkeyPatch, *families: Family) -> None:
     """Nothing but these kernels and the portable one, behind them; each on every device, and none has failed yet."""
-    known = (*(evolve(one, rank=20) for one in families), PORTABLE)
-    patch.setattr(choosing, "families", lambda: known)
+    know(patch, *(evolve(one, rank=20) for one in families), PORTABLE)
     patch.setattr(choosing, "FAILED", {})
 
 
+def know(patch: pytest.MonkeyPatch, *families: Family) -> None:
+    """Executors that are built from now on know these kernels and no others."""
+    patch.setattr(handing, "installed", lambda: families)
+
+
 def chosen(call: AttentionCall, mask: SparseMask, **wanted: Any) -> Choice:
-    """The choice for a call."""
-    return choose(call, mask, Wanted(**wanted))
+    """The choice for a call, among the kernels that an executor knows that is built now."""
+    return choose(call, mask, Wanted(**wanted), handing.known())
 
 
 def refused(family: Family, call: AttentionCall, mask: SparseMask, **wanted: Any) -> Any:

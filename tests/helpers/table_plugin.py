@@ -36,7 +36,9 @@ class Settings:
     shortest: int = field(default=16, validator=whole(16, 99))
 
 
-def make(reader: ModelReader, samples: Sequence[Sequence[int]], settings: Settings, progress: Progress) -> MadeTable:
+def make(
+    reader: ModelReader[Pipeline], samples: Sequence[Sequence[int]], settings: Settings, progress: Progress
+) -> MadeTable:
     """A table of the last row's attention."""
     from sparseprefill.registry import default_registry
     from sparseprefill.statistics.sampled import last_rows, sampled_mass

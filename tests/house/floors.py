@@ -1,6 +1,7 @@
 """Floors of core: a room, which is a file or folder at its top, stands one floor above all that it imports.
 
-`python -m house.floors` (from tests/) prints the floors, and the imports that run up instead.
+Imports inside functions, for type checkers and by a string count as any other. `python -m house.floors` (from tests/)
+prints the floors, the imports that run up instead, and the files that have them.
 """
 
 from __future__ import annotations
@@ -10,10 +11,9 @@ from graphlib import TopologicalSorter
 from house.test_rooms import arrows
 
 UPWARD = {
-    ("call", "mask"): "the geometry of a call, on which its masks are built as well",
+    ("call", "mask"): "the geometry of a call, on which its masks are built as well, and the word to a recording",
     ("mask", "kernels"): "launches, imported where they run; kernels name masks as types",
     ("pages", "kernels"): "the launch that gathers pages; kernels name pages as types",
-    ("profiles", "pipeline"): "the type of what a ModelReader reads samples through",
 }
 """Imports from a lower floor to a higher one: of two rooms that name each other, the way that is not counted."""
 
@@ -48,9 +48,17 @@ def downward() -> dict[str, set[str]]:
     return {one: {other for other in others if (one, other) not in UPWARD} for one, others in between_rooms().items()}
 
 
+def upward() -> list[tuple[str, str]]:
+    """The arrows that run up: each file that imports a higher room, with that room."""
+    found = {(module, room(other)) for module, others in arrows().items() for other in others}
+    return sorted((module, there) for module, there in found if there is not None and (room(module), there) in UPWARD)
+
+
 if __name__ == "__main__":
     found = floors(downward())
     for floor in range(max(found.values()), 0, -1):
         print(f"{floor:2} ", *sorted(one for one, at in found.items() if at == floor))  # noqa: T201
     for (one, other), why in UPWARD.items():
         print(f"up  {one} -> {other}: {why}")  # noqa: T201
+    for module, there in upward():
+        print(f"    {module} -> {there}")  # noqa: T201

@@ -43,6 +43,7 @@ from sparseprefill.kernels import groups as groups
 from sparseprefill.kernels.attention import launch as attention
 from sparseprefill.kernels.attention.record import PORTABLE
 from sparseprefill.kernels.family import choose as choosing
+from sparseprefill.kernels.family import known as handing
 from sparseprefill.kernels.family.chips import row
 from sparseprefill.kernels.family.record import Family
 from sparseprefill.kernels.hopper import launch as hopper
@@ -353,9 +354,9 @@ def pretend(active: Target) -> None:
 
 
 def known(*families: Family) -> None:
-    """Nothing but these kernels and the portable one, on any device."""
+    """Executors that are built from now on know these kernels and the portable one, on any device."""
     records = (*(evolve(one, rank=20) for one in families), PORTABLE)
-    replace(choosing, families=lambda: records)
+    replace(handing, installed=lambda: records)
 
 
 class Target:

@@ -21,10 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.examples import part
 from kernels.device import CUDA, DEVICE
-from sparseprefill.kernels import RECORDING, OfLayer, apart, recording
+from sparseprefill.kernels import recording
 from sparseprefill.kernels.launch import enqueue
 from sparseprefill.kernels.recording import ALIGNMENT, record
 from sparseprefill.kernels.repeat import Launch, Operator, Place, Step
+from sparseprefill.mask.recorded import RECORDING, OfLayer, apart
 
 Run = Callable[..., Sequence[Tensor]]
 ROOM = 1 << 24

@@ -50,10 +50,10 @@ def idle() -> None:
     from sparseprefill.kernels.hopper.record import HOPPER
 
     pretend(Loading(lambda *_: None))
+    known(HOPPER)
     executor = TritonExecutor()
     replace(AutoExecutor, choose=lambda *_: executor, execute_many=lambda _, *given: executor.execute_many(*given))
     replace(kernels, serve=lambda _: True, serve_device=lambda _: True, serve_rows=lambda _: True)
-    known(HOPPER)
 
 
 def measure(method: str, rows: int, keys: int, shape: tuple[int, int, int], rounds: int) -> Host:

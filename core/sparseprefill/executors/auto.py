@@ -11,14 +11,16 @@ from attrs import evolve, field, frozen
 from sparseprefill.call import AttentionCall, check_call
 from sparseprefill.executors.cpu import CpuExecutor
 from sparseprefill.executors.reference import REFERENCE, ReferenceExecutor
-from sparseprefill.kernels.family.choose import a_precision, unmet
+from sparseprefill.kernels.family.choose import a_precision, are_records, records, unmet
+from sparseprefill.kernels.family.known import known
 from sparseprefill.plan import BOUND, EXACT, Plan, Result, SoftmaxState
-from sparseprefill.validate import number
+from sparseprefill.validate import fitting, number
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from sparseprefill.executors.triton import TritonExecutor
+    from sparseprefill.kernels.family.record import Family
 
 CPU = CpuExecutor()
 
@@ -29,9 +31,16 @@ class AutoExecutor:
 
     A CUDA call that Triton cannot run is refused (`unsupported`), never passed to the slow reference in silence.
 
-    precision, bound: of `TritonExecutor`; on other devices calls run as they are, which `Result.kernels` says.
+    kernels, precision, bound: of `TritonExecutor`; on other devices calls run as they are, which `Result.kernels` says.
     """
 
+    kernels: tuple[Family, ...] = field(
+        factory=known,
+        converter=records,
+        kw_only=True,
+        repr=False,
+        validator=fitting("AutoExecutor", are_records, "Family records, such as those of Registry.kernels()"),
+    )
     precision: str = field(default=EXACT, kw_only=True, validator=a_precision)
     bound: float = field(default=BOUND, kw_only=True, validator=number(0.0))
     repeats: ClassVar[bool] = True
@@ -74,7 +83,7 @@ class AutoExecutor:
     def _triton(self) -> TritonExecutor:
         from sparseprefill.executors.triton import TritonExecutor
 
-        return TritonExecutor(precision=self.precision, bound=self.bound)
+        return TritonExecutor(kernels=self.kernels, precision=self.precision, bound=self.bound)
 
     def _told(self, call: AttentionCall, result: Result) -> Result:
         if self.precision == EXACT or call.q.is_cuda:

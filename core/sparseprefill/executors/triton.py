@@ -14,12 +14,13 @@ from sparseprefill.call import AttentionCall, uncast
 from sparseprefill.errors import UnsupportedCallError
 from sparseprefill.kernels.attention import launch as attention
 from sparseprefill.kernels.attention import together
-from sparseprefill.kernels.family.choose import a_precision
-from sparseprefill.kernels.family.record import Wanted
+from sparseprefill.kernels.family.choose import a_precision, are_records, records
+from sparseprefill.kernels.family.known import known
+from sparseprefill.kernels.family.record import Family, Wanted
 from sparseprefill.kernels.settings import HALVES_ALONE, HEAD_DIMS
 from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.plan import BOUND, EXACT, Plan, Result, Rounding, SoftmaxState, check_plan
-from sparseprefill.validate import number
+from sparseprefill.validate import fitting, number
 
 
 @frozen
@@ -30,15 +31,22 @@ class TritonExecutor:
     queries and keys with 128 of values, as MLA has them; mask tiles that are powers of two >= 16.
     Softmax in float32. Honours padding, offsets, window, softcap and sinks, and skips tiles by their logits.
 
-    Which kernel serves a call is chosen among the registered ones (`kernels.family.choose`), and the reasons against
-    those that come before it stand in `Result.kernels`.
-
+    kernels: the records among which the one that serves a call is chosen (`kernels.family.choose`); the reasons against
+    those that come before it stand in `Result.kernels`. By default those of the registry that builds the executor, and
+    of the installed plugins where it is built by hand: what is registered later serves executors that are built later.
     precision: "call" for the call's dtype, or one that a registered kernel has, such as "int8" for products in 8 bits
     where they pay (SageAttention2's recipe). What stays in the call's dtype has its reason in `Result.kernels`.
     bound: the error up to which a head is done so: that of sampled query rows beside the same in the call's dtype, as a
     share of their norm; `Result.rounded` has it. A softmax that is left in progress (`accumulate`) is never rounded.
     """
 
+    kernels: tuple[Family, ...] = field(
+        factory=known,
+        converter=records,
+        kw_only=True,
+        repr=False,
+        validator=fitting("TritonExecutor", are_records, "Family records, such as those of Registry.kernels()"),
+    )
     precision: str = field(default=EXACT, kw_only=True, validator=a_precision)
     bound: float = field(default=BOUND, kw_only=True, validator=number(0.0))
     repeats: ClassVar[bool] = True
@@ -72,7 +80,7 @@ class TritonExecutor:
         if plan.mask.tiles is None and plan.mask.stripes is None and plan.carry is not None:
             return plan.carry.state
         with torch.cuda.device_of(call.q):
-            made = attention.sparse_attention_state(call, plan.mask, _carried(plan), plan.skip_below)
+            made = attention.sparse_attention_state(call, plan.mask, self.kernels, _carried(plan), plan.skip_below)
             return SoftmaxState(*made)
 
     def workspace(self, call: AttentionCall) -> int:
@@ -103,7 +111,7 @@ class TritonExecutor:
         for i, (call, plan) in enumerate(zip(calls, plans, strict=True)):
             self._checked(call, plan)
             key = together.key(call, plan)
-            alone = key is None or not attention.shares(call, plan.mask)
+            alone = key is None or not attention.shares(call, plan.mask, self.kernels)
             alike.setdefault(i if alone else key, []).append(i)
         made: dict[int, Result] = {}
         for group in alike.values():
@@ -113,14 +121,16 @@ class TritonExecutor:
                 group.sort(key=lambda i: calls[i].kv_len, reverse=True)  # long work first, so that all end together
                 some, masks = [calls[i] for i in group], [plans[i].mask for i in group]
                 with torch.cuda.device_of(some[0].q):
-                    found, kernel = attention.sparse_attention_together(some, masks, self._reduced)
+                    found, kernel = attention.sparse_attention_together(some, masks, self.kernels, self._reduced)
                 made.update((i, Result(*one, plans[i], kernels=(kernel,))) for i, one in zip(group, found, strict=True))
         return [made[i] for i in range(len(calls))]
 
     def _execute(self, call: AttentionCall, plan: Plan, into: tuple[Tensor, Tensor] | None) -> Result:
         call = self._checked(call, plan)
         with torch.cuda.device_of(call.q):
-            made = attention.sparse_attention_fwd(call, plan.mask, _carried(plan), into, plan.skip_below, self._reduced)
+            made = attention.sparse_attention_fwd(
+                call, plan.mask, self.kernels, _carried(plan), into, plan.skip_below, self._reduced
+            )
             out, lse, kernel, skipped, errors = made
             probe = None if plan.probe is None else attention.tile_mass_fwd(call, plan.mask, lse, plan.probe)
         rounded = None if errors is None else Rounding(self.precision, errors, self.bound)

@@ -19,7 +19,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from sparseprefill.errors import frameless
-from sparseprefill.kernels import RECORDING, OfLayer
+from sparseprefill.mask.recorded import RECORDING, OfLayer
 
 MOST = 256
 """Launches of one kernel that are remembered; those of one step differ in tensors alone."""

@@ -19,8 +19,8 @@ from attrs import frozen
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from sparseprefill.kernels import RECORDING, OfLayer
 from sparseprefill.kernels.repeat import Launch, Operator, Place, Step, bound, mapped, tensors_of
+from sparseprefill.mask.recorded import RECORDING, OfLayer
 
 MODES: Any = torch._C
 ALIGNMENT = 512

@@ -18,8 +18,8 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from sparseprefill.kernels import OfLayer
 from sparseprefill.kernels.launch import ran
+from sparseprefill.mask.recorded import OfLayer
 
 SEVERAL = frozenset((list, tuple))
 DESCRIPTORS = 64

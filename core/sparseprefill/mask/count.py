@@ -10,9 +10,8 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from sparseprefill import kernels
 from sparseprefill.mask.geometry import Geometry
-from sparseprefill.mask.lists import IndexLists
+from sparseprefill.mask.lists import IndexLists, pairs_by_kernel
 
 ENTRIES = 1 << 23
 """Numbers of one temporary tensor at most, where a single head does not need more."""
@@ -136,12 +135,10 @@ def by_tile(
     disjoint: no stripe lies in a selected tile of its query tile group. In plain PyTorch a few heads at a time, so that
     memory stays at that of a few heads' rows.
     """
+    counted = pairs_by_kernel(geometry, sizes, tiles, stripes, disjoint=disjoint)
+    if counted is not None:
+        return counted
     lists = (tiles, stripes)
-    if kernels.serve_device(geometry.device):
-        from sparseprefill.kernels.lists.pair_counts import pair_counts
-
-        plain = (None if one is None else (one.counts, one.offsets, one.indices) for one in lists)
-        return pair_counts(geometry, sizes, *plain, disjoint=disjoint)
     if all(one.same_heads for one in lists if one is not None):
         return _of_heads(geometry, sizes, lists, disjoint, slice(0, 1)).expand(-1, geometry.heads)[..., None]
     rows = geometry.batch * geometry.tile_rows(sizes[0])

@@ -16,7 +16,7 @@ from attrs import frozen
 from torch import Tensor
 from torch.nn import functional
 
-from sparseprefill.kernels import RECORDING, apart
+from sparseprefill.mask.recorded import RECORDING, apart
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -247,6 +247,23 @@ def _every(geometry: Geometry, tile_q: int, tile_k: int) -> tuple[Tensor, Tensor
     return counts.expand(shape).contiguous(), first.expand(shape).contiguous(), every
 
 
+def pairs_by_kernel(
+    geometry: Geometry,
+    sizes: tuple[int, int, int, int],
+    tiles: IndexLists | None,
+    stripes: IndexLists | None,
+    *,
+    disjoint: bool,
+) -> Tensor | None:
+    """Count as `count.pairs` does, where a kernel may; None where plain PyTorch has to."""
+    if not kernels.serve_device(geometry.device):
+        return None
+    from sparseprefill.kernels.lists.pair_counts import pair_counts
+
+    plain = (None if one is None else (one.counts, one.offsets, one.indices) for one in (tiles, stripes))
+    return pair_counts(geometry, sizes, *plain, disjoint=disjoint)
+
+
 def readable(device: torch.device) -> bool:
     """True if values may be looked at: on a CPU, where nothing waits for it, and in no mode in which there are none."""
     return device.type == "cpu" and not kernels.serve_device(device) and not in_a_mode()

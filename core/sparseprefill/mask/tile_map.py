@@ -17,9 +17,9 @@ from torch import Tensor
 
 from sparseprefill import kernels
 from sparseprefill.errors import MaskError, printed
-from sparseprefill.kernels import OfLayer
 from sparseprefill.mask.geometry import Geometry, kept_by_sizes, reachable_map, regrid, same_device
 from sparseprefill.mask.lists import IndexLists
+from sparseprefill.mask.recorded import OfLayer
 from sparseprefill.validate import LARGEST, WIDEST
 
 if TYPE_CHECKING:

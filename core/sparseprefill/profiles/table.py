@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 import attrs
 from attrs import frozen
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sparseprefill.call import AttentionCall
-    from sparseprefill.pipeline import Pipeline
     from sparseprefill.plan import Result
 
 Progress = Callable[[str, int, int], None]
@@ -56,8 +55,11 @@ class ModelTable:
             self.model.check_same(model, f"the table of {what}", self.SCHEMA.remedy)
 
 
-class ModelReader(Protocol):
-    """A model that reads samples for whoever makes a table of it."""
+Runs = TypeVar("Runs", contravariant=True)
+
+
+class ModelReader(Protocol[Runs]):
+    """A model that reads samples for whoever makes a table of it. Runs: what it reads them through, a Pipeline."""
 
     @property
     @abstractmethod
@@ -73,7 +75,7 @@ class ModelReader(Protocol):
     def read(
         self,
         samples: Sequence[Sequence[int]],
-        pipeline: Pipeline,
+        pipeline: Runs,
         observe: Callable[[AttentionCall, Result], None],
         added: Callable[[int, Tensor, Tensor], None] | None = None,
         *,
@@ -108,7 +110,7 @@ class MadeTable:
     useless: str = ""
 
 
-Make = Callable[[ModelReader, Sequence[Sequence[int]], Any, Progress], MadeTable]
+Make = Callable[[ModelReader[Any], Sequence[Sequence[int]], Any, Progress], MadeTable]
 """Makes a table of samples of token ids, all of one length, and of the maker's settings."""
 
 

@@ -15,7 +15,7 @@ from sparseprefill.errors import ParameterError, StageError, printed, told
 from sparseprefill.executors.triton import TritonExecutor
 from sparseprefill.kernels.attention.record import PORTABLE
 from sparseprefill.kernels.family.chips import capability
-from sparseprefill.kernels.family.choose import alone, choose, failures, objected
+from sparseprefill.kernels.family.choose import afresh, choose, failures, objected
 from sparseprefill.kernels.family.record import Family, Job, Launched, Wanted
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.pages import Pages
@@ -36,20 +36,26 @@ UNWRITTEN = 12288.0
 
 @frozen(eq=False)
 class Case:
-    """A call with a mask, and the kernel that is tried on them."""
+    """A call with a mask, and the kernel that is tried on them. known: it, and who stands behind it."""
 
     family: Family
+    known: tuple[Family, ...]
     call: AttentionCall
     mask: SparseMask
 
     @property
     def executor(self) -> TritonExecutor:
         """In the first precision that the kernel has."""
-        return TritonExecutor(precision=self.family.features.precisions[0])
+        return TritonExecutor(kernels=self.known, precision=self.family.features.precisions[0])
+
+    @property
+    def exact(self) -> TritonExecutor:
+        """In the call's precision."""
+        return TritonExecutor(kernels=self.known)
 
     def choice(self, call: AttentionCall, mask: SparseMask, **wanted: Any) -> None:
         """NotApplicableError with the kernel's reason where it does not serve; BreachError where asking it fails."""
-        found = choose(call, mask, Wanted(precision=self.family.features.precisions[0], **wanted))
+        found = choose(call, mask, Wanted(precision=self.family.features.precisions[0], **wanted), self.known)
         self.sound()
         if found.family is not self.family:
             raise NotApplicableError(found.reason)
@@ -125,7 +131,7 @@ def resumed(case: Case) -> None:
     """Attention over part of a mask, resumed over the rest, is attention over both."""
     first = SparseMask.from_rules(case.call.geometry, (case.mask.tile_q, case.mask.tile_k), sink=1)
     rest = case.mask - first
-    state = TritonExecutor().accumulate(case.call, Plan(first))
+    state = case.exact.accumulate(case.call, Plan(first))
     case.sound()
     result = case.execute(case.call, Plan(rest, Carry(state, first)))
     case.agree("resumed", attention(case.call, (first | rest).to_dense()), (result.out, result.lse))
@@ -134,7 +140,7 @@ def resumed(case: Case) -> None:
 def left_in_progress(case: Case) -> None:
     """A softmax left unnormalised ends as the normalised one."""
     case.choice(case.call, case.mask, state=True)
-    out, lse = TritonExecutor().accumulate(case.call, Plan(case.mask)).finish(case.call.sinks)
+    out, lse = case.exact.accumulate(case.call, Plan(case.mask)).finish(case.call.sinks)
     case.sound()
     case.agree("left in progress", attention(case.call, case.mask.to_dense()), (out.to(case.call.q.dtype), lse))
 
@@ -201,13 +207,14 @@ def check_kernel(
     family = evolve(family, launch=partial(_spoilt, family.launch))
     cases: dict[str, int] = {}
     skipped: dict[str, str] = {}
-    with alone(*(family,) if family.name == PORTABLE.name else (family, PORTABLE)):
+    known = (family,) if family.name == PORTABLE.name else (family, PORTABLE)
+    with afresh():
         for call in _calls(family, place) if calls is None else calls:
-            reason = TritonExecutor().unsupported(call)
+            reason = TritonExecutor(kernels=known).unsupported(call)
             for mask in () if reason else _masks(call):
                 for name, law in LAWS.items():
                     try:
-                        law(Case(family, call, mask))
+                        law(Case(family, known, call, mask))
                     except NotApplicableError as why:
                         skipped.setdefault(name, str(why))
                     except BreachError as breach:

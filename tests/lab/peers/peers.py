@@ -22,7 +22,7 @@ from sparseprefill.call import AttentionCall
 from sparseprefill.errors import UnsupportedCallError
 from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.executors.triton import TritonExecutor
-from sparseprefill.kernels.family.choose import alone
+from sparseprefill.kernels.family.choose import afresh
 from sparseprefill.kernels.family.record import Family, Wanted
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.mask import SparseMask
@@ -126,13 +126,13 @@ def _our_lists(call: AttentionCall, mask: SparseMask) -> list[IndexLists | None]
 def _record(family: Family, call: AttentionCall, mask: Mask) -> Work:
     """A library's kernel as the executor launches it, lists, LSE and the look at its output included."""
     ours, _ = mask
-    plan, executor, wanted = Plan(ours), TritonExecutor(), Wanted()
+    plan, executor, wanted = Plan(ours), TritonExecutor(kernels=(family,)), Wanted()
     reason = family.features.lacking(call, ours, wanted) or family.objection(call, ours, wanted)
     if reason is not None:
         raise UnsupportedCallError([reason])
 
     def run() -> Tensor:
-        with alone(family):
+        with afresh():
             return executor.execute(call, plan).out
 
     return Work(run=run, out=lambda found: found, keep=ours.to_dense, pairs=int(ours.pairs().sum()))

@@ -89,7 +89,7 @@ def test_results_into_tensors_of_the_caller(out: bool, lse: bool, monkeypatch: p
     seen: list[Any] = []
     made = torch.ones(1, 2, 32, 64), torch.full((1, 2, 32), 3.0)
 
-    def run(call: sp.AttentionCall, mask: sp.SparseMask, carry: Any, into: Any, below: Any, _: Any) -> Any:
+    def run(call: sp.AttentionCall, mask: sp.SparseMask, known: Any, carry: Any, into: Any, below: Any, _: Any) -> Any:
         seen.append(into)
         return *(made if into is None else into), Kernel("portable"), below, None
 
@@ -136,7 +136,7 @@ def test_calls_that_share_no_launch_are_run_one_by_one(monkeypatch: pytest.Monke
     monkeypatch.setattr(attention, "interpreted", lambda: True)
     monkeypatch.setattr(attention, "sparse_attention_fwd", alone)
     monkeypatch.setattr(attention, "sparse_attention_together", together)
-    monkeypatch.setattr(attention, "shares", lambda call, _: call.layer != 3)
+    monkeypatch.setattr(attention, "shares", lambda call, *_: call.layer != 3)
     monkeypatch.setattr(grouping, "key", lambda call, _: None if call.layer == 0 else "alike")
     whole = wide()
     calls = [evolve(whole, k=whole.k[:, :, :n], v=whole.v[:, :, :n], q=whole.q[:, :, :n]) for n in (16, 17, 24, 32)]

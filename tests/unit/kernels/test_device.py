@@ -73,7 +73,7 @@ def test_amds_gpus_take_none_of_hoppers_ways(numbers: tuple[int, int], monkeypat
     gpu(monkeypatch, numbers, "6.4.0")
     assert device.NONE == device.capability(GPU)
     wrong = Refusal("hopper", "needs an NVIDIA GPU of capability 9.0, this one is AMD's")
-    assert wrong in choose(CALL, MASK, Wanted()).refused
+    assert wrong in choose(CALL, MASK, Wanted(), SHIPPED).refused
     assert not rowmax.in_8_bits(CALL, "auto")
     assert not rowmax.in_8_bits(CALL, "fp8")
     assert not device.chip(GPU).cudnn
@@ -86,11 +86,11 @@ def test_another_gpu_says_why_the_portable_kernel_serves(
 ) -> None:
     gpu(monkeypatch, numbers)
     assert numbers == device.capability(GPU)
-    choice = choose(CALL, MASK, Wanted())
+    choice = choose(CALL, MASK, Wanted(), SHIPPED)
     assert "portable" == choice.family.name
     wrong = "needs an NVIDIA GPU of capability 9.0, this one has {}.{}".format(*numbers)
     assert Refusal("hopper", wrong) in choice.refused
-    reduced = choose(CALL, MASK, Wanted(precision="int8")).refused
+    reduced = choose(CALL, MASK, Wanted(precision="int8"), SHIPPED).refused
     assert {Refusal("hopper-int8", wrong), Refusal("hopper", wrong)} <= {*reduced}
 
 

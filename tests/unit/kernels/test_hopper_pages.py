@@ -13,6 +13,7 @@ from kernels.caches import LAYOUTS, in_fp8, paged, untouched
 from sparseprefill import AttentionCall, Plan, ReferenceExecutor, SparseMask, output_error
 from sparseprefill.executors.triton import TritonExecutor
 from sparseprefill.kernels.attention import launch as attention
+from sparseprefill.kernels.family.known import known
 from sparseprefill.kernels.hopper.record import HOPPER
 from sparseprefill.pages import Pages
 from sparseprefill.testing import tensors
@@ -170,7 +171,7 @@ def test_pages_that_may_not_be_copied_are_read_in_place(given: AttentionCall, mo
     choice = chosen(kept, mask)
     assert choice.call is kept
     assert choice.family.name == ("portable" if choice.reason else "hopper")
-    assert attention.shares(kept, mask)
+    assert attention.shares(kept, mask, known())
     assert untouched(kept)
 
 

@@ -14,11 +14,10 @@ import torch
 from attrs import evolve
 
 import sparseprefill as sp
-from helpers.families import EVERY, only
+from helpers.families import EVERY, know, only
 from sparseprefill.errors import ParameterError, PluginLoadError, StageError
 from sparseprefill.executors.triton import TritonExecutor
 from sparseprefill.kernels.attention.record import PORTABLE
-from sparseprefill.kernels.family import choose as choosing
 from sparseprefill.kernels.family.record import Family, Features, Job, Launched, Wanted, square
 from sparseprefill.plan import Kernel
 from sparseprefill.testing import check_kernel, tensors
@@ -269,7 +268,7 @@ def test_a_softmax_left_in_progress_is_computed_by_another(monkeypatch: pytest.M
 
 def test_of_the_last_in_line_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     mine = Mine(None)
-    monkeypatch.setattr(choosing, "families", lambda: (mine.family,))
+    know(monkeypatch, mine.family)
     given = call()
     with pytest.raises(StageError, match=r"mine.launch\(\) returned None: it must return a Launched"):
         TritonExecutor().execute(given, sp.Plan(mask_of(given)))
@@ -280,8 +279,7 @@ def test_a_new_record_of_that_name_is_asked_again(monkeypatch: pytest.MonkeyPatc
     given = call()
     only(monkeypatch)
     for answer, name in ((None, "portable"), (Launched(), "mine")):
-        known = Mine(answer).family, PORTABLE
-        monkeypatch.setattr(choosing, "families", lambda known=known: known)
+        know(monkeypatch, Mine(answer).family, PORTABLE)
         assert name == TritonExecutor().execute(given, sp.Plan(mask_of(given))).kernels[0].name
 
 

@@ -12,11 +12,13 @@ import torch
 from attrs import evolve
 
 import sparseprefill as sp
-from helpers.families import chosen, only
+from helpers.families import chosen, know, only
 from helpers.registry_plugins import Point, load
 from sparseprefill.errors import MethodCollisionError, ParameterError, PluginLoadError, UnsupportedCallError
 from sparseprefill.executors.triton import TritonExecutor
+from sparseprefill.kernels.attention.record import PORTABLE
 from sparseprefill.kernels.family import choose as choosing
+from sparseprefill.kernels.family.known import known
 from sparseprefill.kernels.family.record import Family, Features, Job, Launched, Wanted, square
 from sparseprefill.kernels.hopper.record import HOPPER, HOPPER_INT8
 from sparseprefill.plan import Kernel
@@ -170,9 +172,7 @@ def test_one_of_other_chips_is_left_out(rank: Any, offered: Callable[[Family], N
 
 
 def test_on_a_gpu_it_is_told_which_chips_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    only(monkeypatch)
-    known = (evolve(THIRD, rank={(8, 0): 10, (9, 0): 10}), *choosing.families())
-    monkeypatch.setattr(choosing, "families", lambda: known)
+    know(monkeypatch, evolve(THIRD, rank={(8, 0): 10, (9, 0): 10}), PORTABLE)
     monkeypatch.setattr(choosing, "capability", lambda _: (12, 0))
     monkeypatch.setattr(choosing, "amd", lambda _: False)
     given = call()
@@ -189,8 +189,7 @@ def test_higher_ranks_come_first_and_every_one_before_has_a_reason(monkeypatch: 
     """Whatever serves: those that would have come before it are all there, each with its reason."""
     only(monkeypatch, HOPPER_INT8, HOPPER, evolve(THIRD, name="fourth"), THIRD)
     ranks = {"hopper-int8": 40, "hopper": 30, "third": 25, "fourth": 20}
-    known = tuple(evolve(one, rank=ranks.get(one.name, 0)) for one in choosing.families())
-    monkeypatch.setattr(choosing, "families", lambda: known)
+    know(monkeypatch, *(evolve(one, rank=ranks.get(one.name, 0)) for one in known()))
     plain, softcap, masks = call(), call(softcap=2.0), (TILES, (64, 64))
     for precision in ("call", "int8"):
         line = list(ranks) if precision == "int8" else list(ranks)[1:]
@@ -214,11 +213,11 @@ def test_kernels_with_one_reason_share_it(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_where_none_serves_all_reasons_are_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choosing, "families", lambda: (THIRD,))
+    know(monkeypatch, THIRD)
     given = call(softcap=2.0)
     with pytest.raises(UnsupportedCallError, match="third: a sliding window or softcap"):
         run(given)
-    monkeypatch.setattr(choosing, "families", tuple)
+    know(monkeypatch)
     with pytest.raises(UnsupportedCallError, match="no kernel runs on this device"):
         run(given)
 

@@ -29,7 +29,7 @@ from sparseprefill.kernels.attention.kernel import FLAGS, sparse_attention_fwd_k
 from sparseprefill.kernels.attention.together import Together
 from sparseprefill.kernels.family.chips import chip
 from sparseprefill.kernels.family.choose import choose, launched
-from sparseprefill.kernels.family.record import Job, Launched, Wanted
+from sparseprefill.kernels.family.record import Family, Job, Launched, Wanted
 from sparseprefill.kernels.launch import enqueue
 from sparseprefill.kernels.settings import FUSED, Settings, power_of_two, settings
 from sparseprefill.kernels.source import Source, aligned, strides
@@ -48,16 +48,17 @@ def interpreted() -> bool:
     return not isinstance(sparse_attention_fwd_kernel, triton.runtime.jit.JITFunction)
 
 
-def shares(call: AttentionCall, mask: SparseMask) -> bool:
+def shares(call: AttentionCall, mask: SparseMask, known: tuple[Family, ...]) -> bool:
     """True if the kernel that serves the call may serve other requests in the same launch: it reads pages where they
-    stand."""
-    choice = choose(call, mask, EXACTLY)
+    stand. known: the kernels that may serve."""
+    choice = choose(call, mask, EXACTLY, known)
     return choice.family.features.requests and choice.call.pages is call.pages
 
 
 def sparse_attention_fwd(
     call: AttentionCall,
     mask: SparseMask,
+    known: tuple[Family, ...],
     carry: SoftmaxState | None = None,
     into: tuple[Tensor, Tensor] | None = None,
     below: Tensor | None = None,
@@ -66,14 +67,14 @@ def sparse_attention_fwd(
     """Attention over the mask, resumed from `carry`: out ``[B, Hq, Nq, Dv]`` as q, LSE ``[B, Hq, Nq]`` float32, which
     kernel computed them, what it left out, and the heads' errors where it worked in a reduced precision.
 
-    into: tensors for out and lse, whose rows are contiguous, in place of fresh ones. below: `Plan.skip_below`. reduced:
-    the precision that is wanted, and its bound.
+    known: the kernels that may serve. into: tensors for out and lse, whose rows are contiguous, in place of fresh ones.
+    below: `Plan.skip_below`. reduced: the precision that is wanted, and its bound.
     """
     if into is None:
         # Laid out as q is, which spares a host that keeps heads beside tokens a copy.
         lse = torch.empty(call.q.shape[:3], dtype=torch.float32, device=call.q.device)
         into = empty_output(call), lse
-    return *into, *_launch(call, mask, carry, *into, None, below, reduced=reduced)
+    return *into, *_launch(call, mask, known, carry, *into, None, below, reduced=reduced)
 
 
 def empty_output(call: AttentionCall) -> Tensor:
@@ -85,32 +86,41 @@ def empty_output(call: AttentionCall) -> Tensor:
 
 
 def sparse_attention_together(
-    calls: Sequence[AttentionCall], masks: Sequence[SparseMask], reduced: Wanted = EXACTLY
+    calls: Sequence[AttentionCall],
+    masks: Sequence[SparseMask],
+    known: tuple[Family, ...],
+    reduced: Wanted = EXACTLY,
 ) -> tuple[list[tuple[Tensor, Tensor]], Kernel]:
     """Out and LSE of several requests, as `sparse_attention_fwd` of each, from one launch; and which kernel it was.
 
-    calls, masks: those with one `together.key`, of calls that may share a launch (`shares`).
+    calls, masks: those with one `together.key`, of calls that may share a launch (`shares`). known: the kernels that may
+    serve.
     """
     requests = Together.of(calls, masks)
-    kernel, *_ = _launch(calls[0], masks[0], None, requests.out, requests.lse, None, None, requests, reduced)
+    kernel, *_ = _launch(calls[0], masks[0], known, None, requests.out, requests.lse, None, None, requests, reduced)
     return requests.results(), kernel
 
 
 def sparse_attention_state(
-    call: AttentionCall, mask: SparseMask, carry: SoftmaxState | None = None, below: Tensor | None = None
+    call: AttentionCall,
+    mask: SparseMask,
+    known: tuple[Family, ...],
+    carry: SoftmaxState | None = None,
+    below: Tensor | None = None,
 ) -> State:
-    """Attention left unnormalised: m, l and acc of a `SoftmaxState`, float32."""
+    """Attention left unnormalised: m, l and acc of a `SoftmaxState`, float32. known: the kernels that may serve."""
     shape = call.q.shape[:3]
     options: dict[str, Any] = {"dtype": torch.float32, "device": call.q.device}
     acc = torch.empty(*shape, call.value_dim, **options)
     state = State(torch.empty(shape, **options), torch.empty(shape, **options), acc)
-    _launch(call, mask, carry, None, None, state, below)
+    _launch(call, mask, known, carry, None, None, state, below)
     return state
 
 
 def _launch(
     call: AttentionCall,
     mask: SparseMask,
+    known: tuple[Family, ...],
     carry: SoftmaxState | None,
     out: Tensor | None,
     lse: Tensor | None,
@@ -129,7 +139,7 @@ def _launch(
     wanted = reduced.of(below is not None, carry is not None, state is not None, requests is not None)
     made = None
     while made is None:
-        choice = choose(call, mask, wanted)
+        choice = choose(call, mask, wanted, known)
         given = _arguments(choice.call, mask, carry, out, lse, state, below, requests)
         job = Job(call=choice.call, mask=mask, wanted=choice.wanted, arguments=given, requests=requests)
         made = launched(choice, job)

@@ -9,11 +9,11 @@ from attrs import frozen
 from torch import Tensor
 
 from sparseprefill.call import AttentionCall
-from sparseprefill.kernels import RECORDING, apart
 from sparseprefill.kernels.attention.arguments import FIELDS
 from sparseprefill.kernels.source import Source
 from sparseprefill.mask.geometry import kept
 from sparseprefill.mask.mask import SparseMask
+from sparseprefill.mask.recorded import RECORDING, apart
 from sparseprefill.plan import Plan
 
 

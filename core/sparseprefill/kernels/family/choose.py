@@ -1,13 +1,11 @@
-"""The choice of the kernel that serves a call: records are asked by rank, refusals keep their reasons, and failures are remembered."""
+"""The choice of the kernel that serves a call, among those that an executor knows: records are asked by rank, refusals keep their reasons, and failures are remembered."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import cache, lru_cache
-from importlib import import_module
 from inspect import iscoroutine
 from typing import Any
 
@@ -17,10 +15,10 @@ from torch import Tensor
 
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import StageError, UnsupportedCallError, frameless, numberless, printed, told
-from sparseprefill.kernels import RECORDING
 from sparseprefill.kernels.family.chips import NONE, Capability, amd, capability
 from sparseprefill.kernels.family.record import Family, Job, Launched, Wanted
 from sparseprefill.mask.mask import SparseMask
+from sparseprefill.mask.recorded import RECORDING
 from sparseprefill.plan import EXACT
 from sparseprefill.validate import one_of
 
@@ -30,7 +28,6 @@ ALL = "any call"
 """In place of a variant, of a kernel that cannot even be imported or asked."""
 _SAID: set[tuple[str, str]] = set()
 """Kernels and reasons, without their numbers, that were logged."""
-_KNOWN: ContextVar[tuple[Family, ...] | None] = ContextVar("known", default=None)
 log = logging.getLogger(__name__)
 
 
@@ -51,13 +48,14 @@ class Choice:
 
     call: the call to read from; its K and V are copied out of their pages where the kernel is to get a copy. wanted:
     what is asked of it, in the call's precision where no kernel serves the one that was asked for. refused: those that
-    would have come first, in order.
+    would have come first, in order. last: nobody comes after it.
     """
 
     call: AttentionCall
     family: Family
     wanted: Wanted
     refused: tuple[Refusal, ...] = ()
+    last: bool = False
 
     @property
     def reason(self) -> str:
@@ -71,41 +69,31 @@ class Choice:
 
 
 @contextmanager
-def alone(*known: Family) -> Iterator[None]:
-    """For checks of one kernel: no others are known in this context, and none has failed before or does behind it."""
-    before, failed = _KNOWN.set(known), dict(FAILED)
+def afresh() -> Iterator[None]:
+    """For checks of one kernel: none has failed before, or does afterwards for what failed meanwhile."""
+    failed = dict(FAILED)
     FAILED.clear()
     try:
         yield
     finally:
-        _KNOWN.reset(before)
         FAILED.clear()
         FAILED.update(failed)
 
 
-def families() -> tuple[Family, ...]:
-    """All records of the default registry, which stands above this room: it is imported when a call first asks."""
-    known = _KNOWN.get()
-    if known is not None:
-        return known
-    found: tuple[Family, ...] = _above().default_registry().kernels()
-    return found
+def records(value: Any) -> Any:
+    """The converter of an executor's kernels: a tuple of its own."""
+    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str | bytes) else value
 
 
-@cache
-def _above() -> Any:
-    return import_module("sparseprefill.registry")
-
-
-def precisions() -> tuple[str, ...]:
-    """Precisions that executors may be asked to compute in: the call's precision, and those of all records."""
-    return tuple(dict.fromkeys([EXACT, *(one for family in families() for one in family.features.precisions)]))
+def are_records(value: object) -> bool:
+    """True for a tuple of records of kernels."""
+    return isinstance(value, tuple) and all(isinstance(one, Family) for one in value)
 
 
 def a_precision(owner: Any, attribute: Attribute[Any], value: Any) -> None:
     """'call', or a precision of a registered kernel, such as 'int8'"""
     if value != EXACT:
-        one_of(*precisions())(owner, attribute, value)
+        one_of(EXACT, *(one for family in owner.kernels for one in family.features.precisions))(owner, attribute, value)
 
 
 def unmet(precision: str) -> Refusal:
@@ -129,14 +117,14 @@ def _line(
     return (reduced, exact, elsewhere) if precision != EXACT else ((), exact, elsewhere)
 
 
-def choose(call: AttentionCall, mask: SparseMask, wanted: Wanted) -> Choice:
-    """The kernel for the call, and what it reads; nothing is read from a device.
+def choose(call: AttentionCall, mask: SparseMask, wanted: Wanted, known: tuple[Family, ...]) -> Choice:
+    """The kernel for the call among those that are known, and what it reads; nothing is read from a device.
 
     First those of the precision that is wanted, then those of the call's; by rank, and the first without an objection
     serves. Raises UnsupportedCallError with every reason where none does.
     """
     device = call.q.device
-    reduced, exact, elsewhere = _line(families(), capability(device), wanted.precision)
+    reduced, exact, elsewhere = _line(known, capability(device), wanted.precision)
     refused: list[Refusal] = []
     if device.type == "cuda":
         refused += (Refusal(one.name, _other_chip(one, device)) for one in elsewhere)
@@ -146,7 +134,7 @@ def choose(call: AttentionCall, mask: SparseMask, wanted: Wanted) -> Choice:
         for family in line:
             given = _given(family, call, mask, asked)
             if not isinstance(given, str):
-                return Choice(given, family, asked, tuple(refused))
+                return Choice(given, family, asked, tuple(refused), last=family is (*reduced, *exact)[-1])
             refused.append(Refusal(family.name, given))
     text = "; ".join(map(str, refused)) or "no kernel runs on this device"
     raise UnsupportedCallError([f"attention: {text}"])
@@ -195,8 +183,7 @@ def launched(choice: Choice, job: Job) -> Launched | None:
     except Exception as error:  # what compilers and libraries raise has no class in common
         if recording is not None:
             recording.refuse(f"the kernel {choice.family.name} failed")
-        reduced, exact, _ = _line(families(), capability(job.call.q.device), job.wanted.precision)
-        if choice.family is (*reduced, *exact)[-1]:
+        if choice.last:
             raise
         fail(choice.family, variant(job.call, job.mask, job.wanted), error)
         return None

@@ -264,6 +264,10 @@ class Family:
     objection: Objection = field(default=no_objection, validator=CALLABLE)
     copied: Copied = field(default=never, validator=CALLABLE)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Family:
+        """Itself: copies of an executor know the same kernels, and what has failed."""
+        return self
+
     def place(self, capability: Capability) -> int | None:
         """Its rank on a chip; None where it does not run."""
         return self.rank.get(capability) if isinstance(self.rank, Mapping) else self.rank

@@ -8,7 +8,6 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sparseprefill.call import AttentionCall
-from sparseprefill.kernels import apart
 from sparseprefill.kernels.attention.arguments import Arguments as Given
 from sparseprefill.kernels.attention.arguments import flat
 from sparseprefill.kernels.attention.together import Together
@@ -25,6 +24,7 @@ from sparseprefill.kernels.settings import FUSED
 from sparseprefill.kernels.source import Source, aligned, strides
 from sparseprefill.mask.geometry import kept
 from sparseprefill.mask.mask import SparseMask
+from sparseprefill.mask.recorded import apart
 from sparseprefill.pages import Pages
 
 BLOCK_M = 128

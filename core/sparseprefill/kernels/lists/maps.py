@@ -13,11 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparseprefill.kernels import OfLayer
 from sparseprefill.kernels.launch import enqueue
 from sparseprefill.kernels.settings import FUSED
 from sparseprefill.kernels.steps import batch_row, floor_div
 from sparseprefill.mask.geometry import Geometry
+from sparseprefill.mask.recorded import OfLayer
 
 ROOM, TALL, WIDE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """Ways in which lists lie in their storage: all with equal room; as long as causality allows, tiles taller or wider than long."""
