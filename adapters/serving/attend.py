@@ -60,14 +60,14 @@ def run(
         if known is not None:
             parts.known[kind] = known
         return True
+    for part, left in known.left:  # ahead of those that run, as a session tells them
+        if left is not None and part.row is not None:
+            served, shape = part.served or runtime.main, (1, part.end - part.begin, part.row.end)
+            _count(served, layer, part, served.session.again(layer.index, left, shape).why)
     for one in known.repeated:
         if not _repeat(layer, one, slots):
             parts.known.pop(kind, None)
             _asked(runtime, layer, one.parts, query, output, (), read, stock, slow)
-    for part, left in known.left:
-        if left is not None and part.row is not None:
-            served, shape = part.served or runtime.main, (1, part.end - part.begin, part.row.end)
-            _count(served, layer, part, served.session.again(layer.index, left, shape).why)
     if not known.repeated:
         return False
     for part, _ in known.left:

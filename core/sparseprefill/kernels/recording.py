@@ -278,6 +278,16 @@ class Recording(TorchDispatchMode):
             tables = [self._tables.get(_storage(x)) for x in args if isinstance(x, Tensor)]
             self._entries.append((launch.beside(*(x for one in tables if one for x in one.read)), NEEDED, range(0)))
 
+    def gathered(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Tensors of which a table is to say how far they lie apart, so that this is the same in every step: those
+        that would not be are copied to scratch."""
+        roots = {self._roots.get(_storage(x), -1) for x in tensors if x is not None}
+        if self._why or len(roots) < 2:
+            return list(tensors)
+        lie = [x if x is None or self._roots.get(_storage(x)) in self._scratch else None for x in tensors]
+        each = zip(tensors, lie, strict=True)
+        return [torch.empty_like(x).copy_(x) if found is None and x is not None else found for x, found in each]
+
     def told(self, table: Tensor, numbers: Sequence[int], entries: Sequence[tuple[int, Tensor, Tensor]]) -> None:
         """A table of int64 ``numbers``, some of which say by how many elements one tensor begins behind another: each
         step has the distances of its own. entries: the number of each, and its two tensors, which launches that get
