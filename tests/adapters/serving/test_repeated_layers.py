@@ -236,13 +236,13 @@ def test_several_requests_share_a_launch_and_keep_their_own_records(repetitions:
 
 def test_wishes_dense_parts_and_small_prompts_in_one_batch(repetitions: list[int]) -> None:
     methods, gate = (pipeline("streaming"), pipeline("bfla")), Gate()
-    asked = [(20, 17, "main"), (5, 4, "main"), (11, 0, "host"), (30, 3, "other"), (25, 8, "main"), (7, 7, "other")]
+    asked = [(20, 20, "main"), (5, 4, "main"), (11, 0, "host"), (30, 3, "other"), (25, 30, "main"), (7, 7, "other")]
     repeated, plain = pair(lambda repeats: Engine(repeats, *methods, gate=gate), asked, asked)
     same(repeated, plain)
     assert 2 * 2 * LAYERS - 2 == len(repetitions)
     assert sorted(plain.stocks) == sorted(repeated.stocks)
     report = repeated.session.report("M", "STOCK")
-    assert {SMALL: 2} == report.layers[3].reasons
+    assert (4, 2) == (report.layers[3].sparse_calls, report.layers[3].dense_calls)
 
 
 def test_two_methods_of_one_session_keep_to_their_own_requests(
