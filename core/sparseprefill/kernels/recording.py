@@ -176,8 +176,8 @@ class Recording(TorchDispatchMode):
             return found
         name = func._schema.name.rpartition("::")[2]
         given, made = list(tensors_of((args, kwargs))), list(tensors_of(found))
-        why = next(filter(None, map(_odd, (*given, *made))), "")
-        why = ODD.format(name=name, kind=why) if why else self._objection(func, name, args, kwargs, given, made)
+        odd = next(filter(None, map(_odd, (*given, *made))), "")
+        why = ODD.format(name=name, kind=odd) if odd else self._objection(func, name, args, kwargs, given, made)
         if why:
             self.refuse(why)
         elif name == "lift_fresh":
@@ -393,12 +393,12 @@ class Recording(TorchDispatchMode):
 
 
 def _storage(x: Tensor) -> int:
-    return x.untyped_storage()._cdata
+    return int(x.untyped_storage()._cdata)
 
 
 def _before(x: Tensor) -> int:
     """Bytes before a tensor in its storage: the address of one without elements tells nothing."""
-    return x.storage_offset() * x.element_size()
+    return int(x.storage_offset()) * x.element_size()
 
 
 def _reach(x: Tensor) -> int:
