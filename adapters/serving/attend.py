@@ -56,14 +56,14 @@ def run(
         return False
     known = parts.known.setdefault(runtime.kind(layer), Known())
     open_parts = known.others(parts)
+    for part, left in known.left:  # ahead of those that run, as a session tells them
+        if left is not None and part.row is not None:
+            served, shape = part.served or runtime.main, (1, part.end - part.begin, part.row.end)
+            _count(served, layer, part, served.session.again(layer.index, left, shape).why)
     for one in tuple(known.repeated):
         if not (one.repeat.fits(slots) and _repeat(layer, one, slots)):
             known.repeated.remove(one)
             open_parts += one.parts
-    for part, left in known.left:
-        if left is not None and part.row is not None:
-            served, shape = part.served or runtime.main, (1, part.end - part.begin, part.row.end)
-            _count(served, layer, part, served.session.again(layer.index, left, shape).why)
     if not known.repeated and not open_parts:
         return False
     for part, _ in known.left:

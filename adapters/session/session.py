@@ -258,7 +258,8 @@ class Session:
         if isinstance(step, str):
             log.debug("%s: a step of %s is not repeated: %s", self.route.name, ran[0].sizes, step)
         else:
-            repeats.append(Repeat(step, tuple(ran), tuple(one.place for one in group), self.tell))
+            noted = tuple(one.noting(self._note_of(waiting)) for one, waiting in zip(ran, group, strict=True))
+            repeats.append(Repeat(step, noted, tuple(one.place for one in group), self.tell))
         return ran
 
     def _together(self, pipeline: Pipeline, group: Sequence[_Waiting]) -> list[Outcome]:
@@ -460,6 +461,11 @@ class Session:
         if choice.note:
             self.note(choice.note)
         return choice.pipeline
+
+    def _note_of(self, waiting: _Waiting) -> str:
+        """What every layer notes of the pipeline that was chosen, if anything."""
+        prefill = waiting.prefill
+        return self.route.choose(waiting.call, prefill.memory, prefill.chunk, prefill.begin).note
 
     def _tell_gated(self, reason: str) -> None:
         """A call is dense by the gate, which is logged for the first of each kind, with what to do about it."""

@@ -45,7 +45,14 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
     **{f"{name}, floor": (name, {"recall": 0.8}, 0) for name in NAMES},
     "rowmax, tiles of a group": ("rowmax", {"union": "group", "width": None}, 0),
 }
-EVERY_RUN = ("rowmax, tail", "streaming, floor", "bfla, tail", "vertical-slash, tail", "anchor-attention, tail")
+EVERY_RUN = (
+    "rowmax, tail",
+    "streaming, tail",
+    "streaming, floor",
+    "bfla, tail",
+    "vertical-slash, tail",
+    "anchor-attention, tail",
+)
 ROOM = 8 << 30
 
 

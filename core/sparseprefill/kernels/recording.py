@@ -176,8 +176,8 @@ class Recording(TorchDispatchMode):
             return found
         name = func._schema.name.rpartition("::")[2]
         given, made = list(tensors_of((args, kwargs))), list(tensors_of(found))
-        why = next(filter(None, map(_odd, (*given, *made))), "")
-        why = ODD.format(name=name, kind=why) if why else self._objection(func, name, args, kwargs, given, made)
+        odd = next(filter(None, map(_odd, (*given, *made))), "")
+        why = ODD.format(name=name, kind=odd) if odd else self._objection(func, name, args, kwargs, given, made)
         if why:
             self.refuse(why)
         elif name == "lift_fresh":
@@ -277,6 +277,16 @@ class Recording(TorchDispatchMode):
         elif not self._why:
             tables = [self._tables.get(_storage(x)) for x in args if isinstance(x, Tensor)]
             self._entries.append((launch.beside(*(x for one in tables if one for x in one.read)), NEEDED, range(0)))
+
+    def gathered(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Tensors of which a table is to say how far they lie apart, so that this is the same in every step: those
+        that would not be are copied to scratch."""
+        roots = {self._roots.get(_storage(x), -1) for x in tensors if x is not None}
+        if self._why or len(roots) < 2:
+            return list(tensors)
+        lie = [x if x is None or self._roots.get(_storage(x)) in self._scratch else None for x in tensors]
+        each = zip(tensors, lie, strict=True)
+        return [torch.empty_like(x).copy_(x) if found is None and x is not None else found for x, found in each]
 
     def told(self, table: Tensor, numbers: Sequence[int], entries: Sequence[tuple[int, Tensor, Tensor]]) -> None:
         """A table of int64 ``numbers``, some of which say by how many elements one tensor begins behind another: each
@@ -383,12 +393,12 @@ class Recording(TorchDispatchMode):
 
 
 def _storage(x: Tensor) -> int:
-    return x.untyped_storage()._cdata
+    return int(x.untyped_storage()._cdata)
 
 
 def _before(x: Tensor) -> int:
     """Bytes before a tensor in its storage: the address of one without elements tells nothing."""
-    return x.storage_offset() * x.element_size()
+    return int(x.storage_offset()) * x.element_size()
 
 
 def _reach(x: Tensor) -> int:

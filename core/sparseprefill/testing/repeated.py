@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from attrs import evolve
@@ -87,7 +88,7 @@ def _planned(pipeline: Pipeline, call: AttentionCall, memory: Memory, _: Tensor)
 def _with_slots(call: AttentionCall, change: Callable[[Tensor], Tensor]) -> tuple[AttentionCall, list[Tensor]]:
     """The call with copies of its tensors, changed, and those with room for an output ahead of them."""
     names = ("q", "k", "v") if call.sinks is None else ("q", "k", "v", "sinks")
-    mine = {name: torch.empty_like(x := getattr(call, name)).copy_(change(x)) for name in names}
+    mine: dict[str, Any] = {name: torch.empty_like(x := getattr(call, name)).copy_(change(x)) for name in names}
     out = call.q.new_zeros(*call.q.shape[:3], call.value_dim)
     return evolve(call, **mine), [out, *mine.values()]
 

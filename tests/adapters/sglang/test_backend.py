@@ -81,6 +81,22 @@ def test_an_fp8_pool_is_read_with_its_scales(scale: Tensor | None, page: int) ->
     assert not notes(host)
 
 
+def test_the_scales_of_a_layer_are_among_what_another_has_others_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sparseprefill.adapters.sglang import backend as module
+
+    seen: list[tuple[Tensor, ...]] = []
+    plain = module.run
+
+    def watched(*given: Any, **more: Any) -> bool:
+        seen.append(given[5])
+        return plain(*given, **more)
+
+    monkeypatch.setattr(module, "run", watched)
+    host, (k, v) = backend(FULL, 16, torch.float8_e5m2), (torch.tensor(2.0), torch.tensor(0.5))
+    step(host, batch(host, [(Req("a", 64), 0, 64)]), radix_layer(k_scale=k, v_scale=v))
+    assert {k.data_ptr(), v.data_ptr()} <= {x.data_ptr() for x in seen[0]}
+
+
 @pytest.mark.parametrize(
     ("more", "why"),
     [

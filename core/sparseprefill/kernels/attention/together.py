@@ -39,8 +39,11 @@ class Together:
     @classmethod
     def of(cls, calls: Sequence[AttentionCall], masks: Sequence[SparseMask]) -> Together:
         """Put calls and masks of one `key` together. Nothing is read from a device; one small copy may go to it."""
-        lists = tuple(mask.arrays for mask in masks)
-        bitmaps = tuple(mask.bitmap for mask in masks)
+        recording = RECORDING.get()
+        of_masks = [(*mask.arrays, mask.bitmap) for mask in masks]
+        if recording is not None:
+            of_masks = list(zip(*map(recording.gathered, zip(*of_masks, strict=True)), strict=True))
+        lists, bitmaps = tuple(one[:-1] for one in of_masks), tuple(one[-1] for one in of_masks)
         lengths = [call.q.shape[2] for call in calls]
         begins = tuple(sum(lengths[:i]) for i in range(len(lengths)))
         q, rows = _span([call.q for call in calls])
@@ -56,7 +59,6 @@ class Together:
             for row, begin, numbers, mine in zip(rows, begins, sizes, tensors, strict=True)
         )
         tiles, made = max(mask.geometry.tile_rows(mask.tile_q) for mask in masks), _on_device(table, q.device)
-        recording = RECORDING.get()
         if recording is not None:  # where these tensors lie then, it alone knows
             made = apart(torch.clone, made)
             recording.told(made, [x for one in table for x in one], _tensors_of(table, tensors))
