@@ -55,7 +55,7 @@ def check(calls: Sequence[AttentionCall], plans: Sequence[Plan]) -> None:
         assert one.out.dtype == call.q.dtype
         assert torch.equal(one.out, other.out)
         assert torch.equal(one.lse, other.lse)
-        assert one.kernels == other.kernels
+        assert [by.name for by in one.kernels] == [by.name for by in other.kernels]
         assert one.plan is plan
         assert one.skipped is None
         assert one.probe is None

@@ -281,8 +281,7 @@ class Recording(TorchDispatchMode):
     def gathered(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Tensors of which a table is to say how far they lie apart, so that this is the same in every step: those
         that would not be are copied to scratch."""
-        roots = {self._roots.get(_storage(x), -1) for x in tensors if x is not None}
-        if self._why or len(roots) < 2:
+        if self._why or len({_storage(x) for x in tensors if x is not None}) < 2:
             return list(tensors)
         lie = [x if x is None or self._roots.get(_storage(x)) in self._scratch else None for x in tensors]
         each = zip(tensors, lie, strict=True)

@@ -132,6 +132,10 @@ def _tensors_of(
 
 @kept
 def _on_device(table: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
-    """int64 ``[requests, FIELDS]``; a copy that nobody waits for."""
+    """int64 ``[requests, FIELDS]``; a copy that nobody waits for. A CUDA graph, in which the host's memory would be read
+    again at each replay, writes the numbers itself."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        each = [torch.full((1,), number, dtype=torch.int64, device=device) for line in table for number in line]
+        return torch.cat(each).view(len(table), FIELDS.value)
     made = torch.tensor(table, dtype=torch.int64, device="cpu")
     return made.view(len(table), FIELDS.value).to(device, non_blocking=True)
