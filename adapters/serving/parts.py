@@ -51,8 +51,8 @@ class Repeated:
 
 @define(eq=False)
 class Known:
-    """What the parts of a step came to in one layer: what repeats those that ran sparse, and those that are left to the
-    host, with why it was so where a request asked. It holds for the layers of one kind (`Runtime.kind`)."""
+    """Outcome of a step's parts in one layer: what repeats those that ran sparse, and those that are left to the host,
+    with why it was so where a request asked. It holds for the layers of one kind (`Runtime.kind`)."""
 
     repeated: list[Repeated] = field(factory=list)
     left: list[tuple[Part, Fallback | None]] = field(factory=list)

@@ -82,7 +82,7 @@ class Uncounted:
 
 @frozen(eq=False)
 class Ran:
-    """What is recorded of a call that ran sparse. sizes: batch rows, queries, keys. serial: of its prefill. kernels:
+    """Record of a call that ran sparse. sizes: batch rows, queries, keys. serial: of its prefill. kernels:
     that served it, or an executor that does not tell. remarks: for the user. rounded: of a reduced precision."""
 
     sizes: tuple[int, int, int]

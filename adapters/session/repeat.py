@@ -38,7 +38,7 @@ Tell = Callable[[int, Sequence[Ran]], None]
 
 @frozen(eq=False)
 class Repeat:
-    """What a step's calls came to in one layer. ran: of each call. places: of each its number among the calls that were
+    """Outcome of a step's calls in one layer, which can be had again. ran: of each call. places: of each its number among the calls that were
     asked together. tell: the record, of a layer and its calls."""
 
     step: Step
@@ -64,7 +64,7 @@ class Recordings:
     _lock: threading.Lock = field(factory=threading.Lock, init=False)
 
     def get(self, key: Hashable) -> tuple[Step, tuple[Ran, ...]] | str | None:
-        """What is known of a step's calls."""
+        """The recording of a step's calls, or why there is none; None where they are new."""
         with self._lock:
             found = self._known.get(key)
             if found is not None:
@@ -129,7 +129,7 @@ def shortened(pipeline: Pipeline, call: AttentionCall) -> AttentionCall:
 def run_repeated(
     key: Hashable, known: Recordings, work: Callable[[], Sequence[Ran]], slots: Sequence[Tensor], layer: int
 ) -> tuple[Sequence[Ran], Step | str]:
-    """What a step's calls came to, repeated where they were recorded before, else done and recorded; and the recording.
+    """Outcome of a step's calls, repeated where they were recorded before, else done and recorded; and the recording.
 
     work: does it. The reason in its place where it cannot be repeated.
     """

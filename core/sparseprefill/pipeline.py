@@ -269,7 +269,8 @@ class Pipeline(Runner):
 
     @property
     def repeats(self) -> bool | Literal["prompt"]:
-        """Whether a host may record one layer's call and repeat it for others, as all stages say: see `stages`."""
+        """True if a host may record one layer's call and repeat it for others, as all stages say, and "prompt" if only for
+        prompts of the same length: see `stages`."""
         return repeating(stage.repeats for stage in self._all)
 
     def check_model(self, model: ModelIdentity) -> None:
@@ -414,7 +415,8 @@ class Pipeline(Runner):
 
     def _finish(self, planned: Planned, computed: Result) -> Result:
         lse, plan = computed.lse, planned.plan
-        shows = type(lse) is Tensor and lse.is_cpu and bool(lse.isneginf().any())  # padding, or rows without a key
+        looked_at = type(lse) is Tensor and lse.is_cpu and RECORDING.get() is None
+        shows = looked_at and bool(lse.isneginf().any())  # padding, or rows without a key
         if shows and (lost := keyless(plan.masks, lse, planned.call.first_head)):
             raise StageError(f"{self.name}: {', '.join(stage.name for stage in self._planning)} left {lost}")
         result = computed

@@ -82,13 +82,13 @@ def test_original_error_is_the_cause(run: Callable[[], object]) -> None:
 @pytest.mark.parametrize("other", [make(19), make(10, 20), make(20, heads=4), make(20, batch=2), make(20, window=3)])
 def test_mask_for_another_shape(other: Any) -> None:
     pipeline = Pipeline(Estimate(lambda *_: Plan(SparseMask.full(other))))
-    with pytest.raises(MaskError, match=r"Estimate returned a mask for \[B=.*; the call is \[B=1, Hq=2, Nq=20, Nkv=20"):
+    with pytest.raises(MaskError, match=r"Estimate\.estimate\(\): it returned a mask for \[B=.*; the call is \[B=1, Hq=2, Nq=20, Nkv=20"):
         pipeline.run(CALL)
 
 
 def test_refiner_and_carry_with_a_mask_for_another_shape() -> None:
     other = SparseMask.full(make(19))
-    with pytest.raises(MaskError, match="Refine returned a mask"):
+    with pytest.raises(MaskError, match=r"Refine\.refine\(\): it returned a mask"):
         Pipeline(Estimate(), (Refine(lambda _, plan, __: evolve(plan, mask=other)),)).run(CALL)
     state = SoftmaxState.empty((1, 2, 20), 8, torch.float32, torch.device("cpu"))
     with pytest.raises(MaskError, match=r"Plan.carry covers \[B=1, Hq=2, Nq=19.*, the mask is for \[B=1, Hq=2, Nq=20"):

@@ -30,7 +30,7 @@ EMPTY = frozenset(("empty", "empty_like", "new_empty", "empty_strided", "new_emp
 INDEXING = frozenset(("index", "index_put_", "index_put", "_unsafe_index", "_index_put_impl_"))
 """Operators whose sizes follow from values only where an index is a mask."""
 MOVING = ("set_", "resize_")
-"""How the names of operators begin that give a tensor other memory."""
+"""Beginnings of the names of operators that give a tensor other memory."""
 DROPOUT = "dropout_p"
 """The argument of operators that draw numbers only where it is not zero."""
 TRANSFORM = "a dispatch mode or a transform is on"
@@ -50,7 +50,7 @@ FOREIGN = "a launch of {name} cannot be repeated: {why}"
 
 
 def record(run: Callable[[], Sequence[Tensor]], slots: Sequence[Tensor], room: int) -> tuple[list[Tensor], Step | str]:
-    """What `run` returns, and the step that does the same for other tensors in the place of `slots`; or why there is none.
+    """Results of `run`, and the step that does the same for other tensors in the place of `slots`; or why there is none.
 
     slots: all tensors that differ from layer to layer, outputs among them; the recording knows their views. room: bytes
     that the call may hold while it is recorded, for nothing is freed until its end. Errors of `run` pass through.
@@ -122,7 +122,7 @@ class Table:
             if isinstance(a, Tensor) or isinstance(b, Tensor) or a.root != b.root or (a.offset - b.offset) % size:
                 return None
             numbers[i] = (a.offset - b.offset) // size
-        return torch.tensor(numbers, dtype=self.made.dtype).view_as(self.made).to(self.made.device)
+        return torch.tensor(numbers, dtype=self.made.dtype, device=self.made.device).view_as(self.made)
 
 
 class Recording(TorchDispatchMode):
@@ -257,7 +257,7 @@ class Recording(TorchDispatchMode):
         return root >= self._own and root not in self._scratch and self._makers[root].constant
 
     def _need(self, x: Tensor) -> None:
-        """What made a tensor is repeated: somebody may write to it."""
+        """Have what made a tensor repeated: somebody may write to it."""
         root = self._roots.get(_storage(x), -1)
         if root in self._makers and root not in self._scratch:
             maker = self._makers[root]
@@ -313,7 +313,7 @@ class Recording(TorchDispatchMode):
         return self._place(x) if isinstance(x, Tensor) else x
 
     def _place(self, x: Tensor) -> Any:
-        """Where a tensor lies; itself where it is a constant from outside."""
+        """Place of a tensor; itself where it is a constant from outside."""
         root = self._roots.get(_storage(x))
         if root is None:
             return x
@@ -324,7 +324,7 @@ class Recording(TorchDispatchMode):
         return Place(root, first - self._bases[root], x.dtype, tuple(x.shape), x.stride())
 
     def refuse(self, why: str) -> None:
-        """What runs now cannot be repeated; nothing is held for it any more."""
+        """Say why what runs now cannot be repeated; nothing is held for it any more."""
         self._why = self._why or why
         self._entries.clear()
         self._held.clear()
@@ -332,7 +332,7 @@ class Recording(TorchDispatchMode):
         self._tables.clear()
 
     def step(self, found: Sequence[Tensor]) -> Step | str:
-        """What was recorded. found: what every run returns, in tensors of its own."""
+        """The step that was recorded, or why there is none. found: what every run returns, in tensors of its own."""
         if self._why:
             return self._why
         for x in found:
@@ -368,7 +368,7 @@ class Recording(TorchDispatchMode):
         return Step.of(self._slots, size, [what.placed(settled) for what, _, _ in left], results)
 
     def _laid_out(self, work: Sequence[Launch | Operator]) -> tuple[dict[int, int], int]:
-        """Where each tensor of scratch begins, and how many bytes all of them take: what is over makes room."""
+        """Byte at which each tensor of scratch begins, and bytes that all of them take: what is over makes room."""
         uses: dict[int, list[int]] = {}
         for i, what in enumerate(work):
             for place in what.places:

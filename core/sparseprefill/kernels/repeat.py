@@ -27,7 +27,7 @@ DESCRIPTORS = 64
 
 
 class Place(NamedTuple):
-    """Where a tensor lies: bytes behind the address of a root (a slot, the scratch, or what an operator made)."""
+    """Place of a tensor: bytes behind the address of a root (a slot, the scratch, or what an operator made)."""
 
     root: int
     offset: int
@@ -233,7 +233,7 @@ def _fact(x: Tensor) -> Fact:
 
 @frozen(eq=False)
 class Step:
-    """What a call does on its device. See the module.
+    """Work of a call on its device. See the module.
 
     device: where. facts: of each slot, what it must be like. ways: of each slot, the root that it lies in, and how many
     bytes behind that root's first slot; first: those. scratch: bytes. work: launches and operators, in order. results:

@@ -19,8 +19,8 @@ from sparseprefill.testing.trial import BreachError, NotApplicableError, Trial, 
 
 
 def repeated_is_plain(trial: Trial) -> None:
-    """What was recorded of a call, repeated for other tensors, another layer and, where nobody asks for it, a longer
-    prompt, is what the pipeline does there itself, bit by bit.
+    """A recording of a call, repeated for other tensors, another layer and, where nobody asks for it, a longer prompt,
+    gives what the pipeline gives there itself, bit by bit.
 
     The whole call where kernels serve; elsewhere, where executors read values, at least its plan, if that reads none.
     """
