@@ -1,8 +1,10 @@
-"""What a layer's call takes of the host: `python -m lab.host` (from tests/) times it until its last launch is made.
+"""What a server's layer takes: `python -m lab.host` (from tests/) times a layer behind the first of its step.
 
-On a GPU launches are real, and nobody waits for them. Without one, kernels are compiled for an H100 and a driver that
-does nothing takes their launches, so that what PyTorch and the driver take on a GPU comes on top. Calls with launches
-like the one before (`kernels.launch`) and with Triton's own take turns; of each the median is shown.
+*host*: microseconds until its last launch is made, as a server runs it: repeated, its record kept; *asked*: where every
+stage is asked in each layer, as in the first. On a GPU launches are real and nobody waits for them, and made-up heads
+are also timed layer after layer (*layers*), from a CUDA graph of one (*graph*), and beside the fastest dense kernel that
+is installed (*dense*); the graph's output is held to the layer's, bit by bit. Without a GPU kernels are compiled for an
+H100 and a driver that does nothing takes their launches, so that what PyTorch and the driver take comes on top.
 """
 
 from __future__ import annotations
@@ -11,20 +13,30 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
 from statistics import median
 from typing import Any
 
 import torch
 from attrs import asdict, frozen
+from sparseprefill.adapters.session.options import HostOptions
+from sparseprefill.adapters.session.repeat import Repeat
+from sparseprefill.adapters.session.session import Prefill, Session
+from sparseprefill.adapters.vllm.pages import pages_of
+from torch import Tensor
 
 import sparseprefill as sp
-from sparseprefill import Memory, Pipeline, kernels
-from sparseprefill.kernels import launch
+from sparseprefill import AttentionCall, kernels
+
+PAGE, LAYERS = 16, 4
+"""Tokens of a page; layers that take turns, each with a cache of its own."""
+Slots = tuple[Tensor, ...]
 
 
 @frozen
 class Host:
-    """Microseconds of the host a call: ours, and where Triton makes every launch itself."""
+    """Microseconds a layer. launches: that it makes, those of torch's operators among them. The last four: on a GPU, else
+    0; pairs: share of the causal pairs that it computes there."""
 
     method: str
     rows: int
@@ -32,14 +44,22 @@ class Host:
     heads: int
     kv_heads: int
     width: int
-    rounds: int
-    ours: float
-    triton: float
+    launches: int
+    host: float
+    asked: float
+    layers: float = 0.0
+    graph: float = 0.0
+    dense: float = 0.0
+    kernel: str = ""
+    pairs: float = 0.0
 
     def __str__(self) -> str:
         sizes = f"{self.method}, {self.rows:,} rows of {self.keys:,} keys, {self.heads} / {self.kv_heads} heads"
-        times = f"{self.ours:.0f} us of the host a call, {self.triton:.0f} by Triton's own launches"
-        return f"{sizes}, d {self.width}: {times}"
+        text = f"{sizes}, d {self.width}: {self.launches} launches, host {self.host:.0f} us, asked {self.asked:.0f}"
+        if not self.layers:
+            return text
+        gpu = f"layers {self.layers:.0f}, graph {self.graph:.0f}, dense {self.dense:.0f} ({self.kernel})"
+        return f"{text}; {gpu}: {self.dense / self.layers:.2f} x, at {self.pairs:.1%} of the pairs"
 
 
 def idle() -> None:
@@ -56,57 +76,137 @@ def idle() -> None:
     replace(kernels, serve=lambda _: True, serve_device=lambda _: True, serve_rows=lambda _: True)
 
 
+class Layer:
+    """A layer of a server, with its own cache."""
+
+    def __init__(self, rows: int, keys: int, shape: tuple[int, int, int], seed: int) -> None:
+        heads, kv_heads, width = shape
+        device, dtype = "cuda" if torch.cuda.is_available() else "cpu", torch.bfloat16
+        self.rows, self.keys, self.width = rows, keys, width
+        count = -(-keys // PAGE)
+        self.cache = torch.empty(count, kv_heads, PAGE, 2 * width, dtype=dtype, device=device)
+        self.table = torch.arange(count, dtype=torch.int32, device=device)
+        self.query = torch.empty(rows, heads, width, dtype=dtype, device=device)
+        if device == "cuda":
+            from sparseprefill.testing.heads import head_tensors
+
+            sizes: dict[str, Any] = {"q_len": count * PAGE, "heads": heads, "kv_heads": kv_heads, "head_dim": width}
+            q, k, v = head_tensors(**sizes, seed=seed, device=device, dtype=dtype)
+            self.query.copy_(q[0, :, keys - rows : keys].transpose(0, 1))
+            both = torch.cat([k, v], -1)[0]  # [Hkv, N, 2 * D]
+            self.cache.copy_(both.unflatten(1, (count, PAGE)).transpose(0, 1))
+        self.output = torch.empty_like(self.query)
+
+    @property
+    def slots(self) -> Slots:
+        """As vLLM's adapter has them."""
+        return self.query, self.output, self.cache, self.table
+
+    def call(self, index: int) -> AttentionCall:
+        """As vLLM's adapter makes it."""
+        pages = pages_of(self.cache, self.width, self.table, self.keys, dtype=self.query.dtype)
+        return AttentionCall(self.query.transpose(0, 1)[None], pages, pages, prompt_lengths=self.keys, layer=index)
+
+
 def measure(method: str, rows: int, keys: int, shape: tuple[int, int, int], rounds: int) -> Host:
-    """Time calls of a layer, each of the same sizes."""
-    heads, kv_heads, width = shape
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    q, k, v = (
-        torch.randn(1, count, length, width, dtype=torch.bfloat16, device=device)
-        for count, length in ((heads, rows), (kv_heads, keys), (kv_heads, keys))
-    )
-    pipeline: Any = sp.build(method)
-    if device == "cpu":
-        from attrs import evolve
+    """Time a method's layers of these sizes."""
+    session = Session(sp.build(method), HostOptions(recall_every=0))
+    layers, prefill, repeats = [Layer(rows, keys, shape, seed) for seed in range(LAYERS)], Prefill(), list[Repeat]()
 
-        from sparseprefill.executors.triton import TritonExecutor
+    def ask(index: int, slots: Slots = ()) -> None:
+        layer = layers[index]
+        out = layer.output.transpose(0, 1)[None]
+        (found,) = session.run_many([(layer.call(index), prefill, None)], [out], slots, repeats)
+        if isinstance(found, Exception):
+            raise found
 
-        pipeline = evolve(pipeline, executor=TritonExecutor())
+    ask(0)  # compiles
+    ask(0, layers[0].slots)
+    if not repeats:
+        raise RuntimeError(f"{method} does not repeat at these sizes")
+    repeat = repeats[0]
 
-    def seconds() -> float:
-        return _timed(pipeline, sp.AttentionCall(q, k, v, q_offset=keys - rows))
+    def again(index: int) -> None:
+        repeat.run(index, layers[index].slots)
 
-    own, theirs = [], []
-    for _ in range(rounds + 5):
-        own.append(seconds())
-        launch.FAILED.append(RuntimeError("left to Triton, to be timed"))
-        theirs.append(seconds())
-        launch.FAILED.clear()
-    return Host(method, rows, keys, *shape, rounds, *(1e6 * median(each[5:]) for each in (own, theirs)))
+    hosts = [_host(run, rounds) for run in (again, ask)]
+    counted = len(repeat.step.work)
+    if not torch.cuda.is_available():
+        return Host(method, rows, keys, *shape, counted, *hosts)
+    found = session.report("lab", "none")
+    density = next(one.density for one in found.layers if one.density is not None)
+    kernel, dense = _dense(layers[0])
+    times = _device(again, rounds), _device(_graph(again, layers[0]), rounds), dense
+    return Host(method, rows, keys, *shape, counted, *hosts, *times, kernel, density)
 
 
-def _timed(pipeline: Pipeline, call: sp.AttentionCall) -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    pipeline.run(call, Memory())
-    return time.perf_counter() - start
+def _host(run: Callable[[int], None], rounds: int) -> float:
+    """Microseconds of the host, the median; the device is waited for before each."""
+    found = []
+    for i in range(rounds + 5):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        run(i % LAYERS)
+        found.append(time.perf_counter() - start)
+    return 1e6 * median(found[5:])
+
+
+def _device(run: Callable[[int], Any], rounds: int) -> float:
+    """Microseconds a layer, of many that follow each other."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for i in range(LAYERS):
+        run(i)
+    torch.cuda.synchronize()
+    begin.record()
+    for i in range(rounds):
+        run(i % LAYERS)
+    end.record()
+    torch.cuda.synchronize()
+    return 1e3 * begin.elapsed_time(end) / rounds
+
+
+def _graph(again: Callable[[int], None], layer: Layer) -> Callable[[int], None]:
+    """The layer in a CUDA graph, whose output is the layer's own."""
+    again(0)
+    wanted = layer.output.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        again(0)
+    layer.output.zero_()
+    graph.replay()
+    if not torch.equal(wanted, layer.output):
+        raise RuntimeError("a graph of the layer gives another output")
+    return lambda _: graph.replay()
+
+
+def _dense(layer: Layer) -> tuple[str, float]:
+    """The fastest dense kernel for the layer's call, and its microseconds."""
+    from lab.bench.baseline import baseline
+
+    call = layer.call(0)
+    plain = AttentionCall(call.q, call.k, call.v)
+    found = baseline(plain, [layer.keys])
+    return found.kernel, _device(lambda _: found.run(), 20)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--method", default="rowmax")
+    parser.add_argument("--method", nargs="+", default=["rowmax"])
     parser.add_argument("--rows", type=int, default=8192)
-    parser.add_argument("--keys", type=int, default=32768)
+    parser.add_argument("--keys", type=int, nargs="+", default=[32768])
     parser.add_argument("--shape", type=int, nargs=3, default=(12, 2, 128), metavar=("HEADS", "KV_HEADS", "WIDTH"))
     parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON, a line for each")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     if not torch.cuda.is_available():
         idle()
-    found = measure(given.method, given.rows, given.keys, tuple(given.shape), given.rounds)
-    print(json.dumps(asdict(found)) if given.json else found)  # noqa: T201
+    for method in given.method:
+        for keys in given.keys:
+            found = measure(method, min(given.rows, keys), keys, tuple(given.shape), given.rounds)
+            print(json.dumps(asdict(found)) if given.json else found, flush=True)  # noqa: T201
     return 0
 
 
