@@ -2,9 +2,9 @@
 
 *host*: microseconds until its last launch is made, as a server runs it: repeated, its record kept; *asked*: where every
 stage is asked in each layer, as in the first. On a GPU launches are real and nobody waits for them, and made-up heads
-are also timed layer after layer (*layers*), from a CUDA graph of one (*graph*), and beside the fastest dense kernel that
-is installed (*dense*); the graph's output is held to the layer's, bit by bit. Without a GPU kernels are compiled for an
-H100 and a driver that does nothing takes their launches, so that what PyTorch and the driver take comes on top.
+are also timed layer after layer (*layers*), from a CUDA graph of one (*graph*), and beside the fastest dense kernel
+that is installed (*dense*); the graph's output is held to the layer's, bit by bit. Without a GPU kernels are compiled
+for an H100 and a driver that does nothing takes their launches, so that what PyTorch and the driver take comes on top.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ Slots = tuple[Tensor, ...]
 
 @frozen
 class Host:
-    """Microseconds a layer. launches: that it makes, those of torch's operators among them. The last four: on a GPU, else
-    0; pairs: share of the causal pairs that it computes there."""
+    """Microseconds a layer. launches: that it makes, those of torch's operators among them. From `layers` on: on a GPU,
+    else 0; pairs: share of the causal pairs that it computes there."""
 
     method: str
     rows: int
