@@ -54,8 +54,8 @@ def run(
         for part in parts:
             decline(runtime, layer, part, layer.reason or NOT_CHOSEN)
         return False
-    known = parts.known.setdefault(runtime.kind(layer), Known())
-    open_parts = known.others(parts)
+    known = parts.known.setdefault(runtime.kinds.get(layer.index) or runtime.kind(layer), Known())
+    open_parts = known.others(parts) if known.repeated or known.left else [*parts]
     for one in tuple(known.repeated):
         if not (one.repeat.fits(slots) and _repeat(layer, one, slots)):
             known.repeated.remove(one)
