@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ class Layer:
     sinks: torch.Tensor | None
     reason: str | None
 
-    @property
+    @cached_property
     def facts(self) -> dict[str, Any]:
         """Arguments of an AttentionCall that are the layer's own."""
         return {"scale": self.scale, "layer": self.index, "softcap": self.softcap, "sinks": self.sinks}

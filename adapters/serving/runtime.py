@@ -47,7 +47,8 @@ class Runtime:
 
     session, tally: of the requests that ask for nothing, together `main`. profiles: what serves the others, by the name
     that they ask for. unread: index of the layer of which no rows are computed that nobody reads, if there is one.
-    chunks: of the step's prefill rows; None where the host computes the row whatever the layer.
+    chunks: of the step's prefill rows; None where the host computes the row whatever the layer. kinds: what `kind` has
+    said, by the layer's index.
     A server's adapter says in a subclass which requests it still has.
     """
 
@@ -67,7 +68,7 @@ class Runtime:
     pace: Pace = field(init=False)
     _step: tuple[object, list[Prefill]] | None = field(default=None, init=False)
     _warned: set[str] = field(factory=set, init=False)
-    _kinds: dict[int, Hashable] = field(factory=dict, init=False)
+    kinds: dict[int, Hashable] = field(factory=dict, init=False)
 
     def __attrs_post_init__(self) -> None:
         self.main = Served(self.session, self.tally)
@@ -135,11 +136,9 @@ class Runtime:
 
     def kind(self, layer: Layer) -> Hashable:
         """All that layers must have in common for what one comes to in a step to hold for the other."""
-        found = self._kinds.get(layer.index)
-        if found is None:
-            own = tuple(one.session.kind(layer.index) for one in self.every)
-            found = layer.scale, layer.softcap, layer.sinks is None, layer.index == self.unread, own
-            self._kinds[layer.index] = found
+        own = tuple(one.session.kind(layer.index) for one in self.every)
+        found = layer.scale, layer.softcap, layer.sinks is None, layer.index == self.unread, own
+        self.kinds[layer.index] = found
         return found
 
     def serving(self, row: Row) -> Served:

@@ -17,7 +17,6 @@ import torch
 from attrs import define, evolve, field, frozen
 from torch import Tensor
 
-from sparseprefill import kernels
 from sparseprefill.call import AttentionCall
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.stages import ALL_ROWS, REACH
@@ -38,8 +37,8 @@ Tell = Callable[[int, Sequence[Ran]], None]
 
 @frozen(eq=False)
 class Repeat:
-    """Outcome of a step's calls in one layer, which can be had again. ran: of each call. places: of each its number among the calls that were
-    asked together. tell: the record, of a layer and its calls."""
+    """Outcome of a step's calls in one layer, to be had again. ran: of each call. places: of each its number among the
+    calls that were asked together. tell: the record, of a layer and its calls."""
 
     step: Step
     ran: tuple[Ran, ...]
@@ -82,10 +81,8 @@ class Recordings:
 def may_repeat(
     pipeline: Pipeline, slots: Sequence[Tensor], calls: Sequence[AttentionCall], outs: Sequence[Tensor]
 ) -> bool:
-    """True if a recording is worth a try: kernels serve, nobody records gradients or runs in parts, and calls and
-    outputs are of slots alone: what is not, other layers would get, too."""
-    if not slots or not pipeline.repeats or not kernels.serve_device(slots[0].device):
-        return False
+    """True if a recording of a pipeline that repeats is worth a try, where kernels serve: nobody records gradients or
+    runs in parts, and calls and outputs are of slots alone: what is not, other layers would get, too."""
     known = {x.untyped_storage()._cdata for x in slots}
     given = (*outs, *(x for call in calls for x in call.tensors))
     if any(x.untyped_storage()._cdata not in known for x in given):

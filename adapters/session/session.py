@@ -7,13 +7,14 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
-from functools import partial
+from functools import cache, partial
 from typing import TypeVar
 
 import torch
 from attrs import define, evolve, field, frozen
 from torch import Tensor
 
+from sparseprefill import kernels
 from sparseprefill.breakeven.gate import OFF, GateChoice, with_remedy
 from sparseprefill.call import AttentionCall, uncast
 from sparseprefill.errors import AttachError, ParameterError, UnsupportedCallError, frameless, printed
@@ -21,6 +22,7 @@ from sparseprefill.mask.mask import SparseMask
 from sparseprefill.memory import Memory
 from sparseprefill.pipeline import SHARE, Pipeline
 from sparseprefill.plan import Kernel, Plan, Planned, Result
+from sparseprefill.profiles.profile import Profile
 from sparseprefill.route import Route, gated
 
 from .kinds import MOST, Code, Kinds, Why
@@ -145,7 +147,9 @@ class Session:
         self.min_query, self.strict = options.min_query, options.strict
         self.layers = None if options.layers is None else frozenset(options.layers)
         self._measure, self._observe, self._warn, self._told = options.measure, observe, warn, told
-        self._recordings = Recordings()
+        self._recordings, self._served = Recordings(), cache(kernels.serve_device)
+        self.kind: Callable[[int], Hashable] = cache(partial(_kind, self.layers, self.route.profile))
+        """All that a layer's index decides: layers of one kind come to the same in a step."""
         every, strict_recall = options.recall_every, options.strict_recall
         self._watch = RecallWatch(route.name, every, strict_recall, hear_recall, self.note)
         self._records: dict[int, LayerRecord] = {}
@@ -229,6 +233,8 @@ class Session:
     ) -> Sequence[Outcome] | None:
         """Outcomes of calls that are recorded, or were before; None where that cannot be, or fails: then as if nothing
         had been tried."""
+        if not slots or not pipeline.repeats or not self._served(slots[0].device):
+            return None
         calls = [shortened(pipeline, one.call) for one in group]
         outs = [one.out for one in group if one.out is not None]
         if self._observe is not None or self._measure or len(outs) != len(group):
@@ -323,12 +329,6 @@ class Session:
         if not chosen:
             return self._dense(layer, NOT_CHOSEN, shape, code=Code.LAYERS)
         return self._dense(layer, verdict.reason, shape, code=verdict.code)
-
-    def kind(self, layer: int) -> Hashable:
-        """All that a layer's index decides: layers of one kind come to the same in a step."""
-        profile = self.route.profile
-        dense = () if profile is None else tuple(layer in one.dense_layers for one in profile.ranges)
-        return self.layers is None or layer in self.layers, dense
 
     def whole(self, call: AttentionCall) -> Tensor | None:
         """Output ``[B, Hq, Nq, Dv]`` of dense attention by the pipeline's executor; None where it cannot run the call.
@@ -574,6 +574,11 @@ class Session:
         if found is None:
             found = self._records[layer] = LayerRecord(layer, self._room)
         return found
+
+
+def _kind(layers: Set[int] | None, profile: Profile | None, layer: int) -> Hashable:
+    dense = () if profile is None else tuple(layer in one.dense_layers for one in profile.ranges)
+    return layers is None or layer in layers, dense
 
 
 def sizes(call: AttentionCall) -> tuple[int, int, int]:

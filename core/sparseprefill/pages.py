@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sparseprefill import kernels
 from sparseprefill.errors import InvalidCallError, printed
+from sparseprefill.mask.recorded import RECORDING
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """To compute in."""
@@ -201,16 +202,12 @@ def check_index(index: object, rows: tuple[int, ...], length: int, device: torch
 
 
 def _outside(numbers: Tensor, behind: int) -> str:
-    """The least and the largest of some numbers, where one is not from 0 to less than `behind`; CPU alone."""
-    if numbers.device.type != "cpu" or numbers.numel() == 0:
+    """The least and the largest of some numbers, where one is not from 0 to less than `behind`; CPU alone,
+    and not while a layer is recorded."""
+    if numbers.device.type != "cpu" or numbers.numel() == 0 or RECORDING.get() is not None:
         return ""
-    low, high = kernels.apart(_span, numbers)
+    low, high = map(int, torch.aminmax(numbers))
     return "" if low >= 0 and high < behind else f"of numbers from {low} to {high}"
-
-
-def _span(numbers: Tensor) -> tuple[int, int]:
-    low, high = torch.aminmax(numbers)
-    return int(low), int(high)
 
 
 def _check_cache(pages: Pages) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import cached_property
 from typing import Any, Literal, Self, cast
 
 import torch
@@ -267,10 +268,10 @@ class Pipeline(Runner):
         """True if a stage wants to know the model that it runs in: `check_model`."""
         return any(stage.asks_model for stage in self._all)
 
-    @property
+    @cached_property
     def repeats(self) -> bool | Literal["prompt"]:
-        """True if a host may record one layer's call and repeat it for others, as all stages say, and "prompt" if only for
-        prompts of the same length: see `stages`."""
+        """True if a host may record one layer's call and repeat it for others, as all stages say; "prompt" if only for
+        prompts of the same length. See `stages`."""
         return repeating(stage.repeats for stage in self._all)
 
     def check_model(self, model: ModelIdentity) -> None:

@@ -460,7 +460,7 @@ def _check_plan(call: AttentionCall, plan: Plan, given: Plan | None) -> None:
 
     On a CPU also for lists that are none, and for pairs of the carry's region that the mask holds again.
     """
-    geometry = plan.geometry
+    geometry = plan.base.geometry
     if geometry is not call.geometry:
         check_geometry(call, geometry, "it returned")
     priority, carry, mask = plan.priority, plan.carry, plan._mask
