@@ -11,7 +11,6 @@ from torch import Tensor
 
 from sparseprefill import kernels
 from sparseprefill.errors import InvalidCallError, printed
-from sparseprefill.mask.recorded import RECORDING
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """To compute in."""
@@ -204,7 +203,7 @@ def check_index(index: object, rows: tuple[int, ...], length: int, device: torch
 def _outside(numbers: Tensor, behind: int) -> str:
     """The least and the largest of some numbers, where one is not from 0 to less than `behind`; CPU alone,
     and not while a layer is recorded."""
-    if numbers.device.type != "cpu" or numbers.numel() == 0 or RECORDING.get() is not None:
+    if numbers.device.type != "cpu" or numbers.numel() == 0 or kernels.RECORDING.get() is not None:
         return ""
     low, high = map(int, torch.aminmax(numbers))
     return "" if low >= 0 and high < behind else f"of numbers from {low} to {high}"

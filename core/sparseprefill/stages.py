@@ -460,10 +460,10 @@ def _check_plan(call: AttentionCall, plan: Plan, given: Plan | None) -> None:
 
     On a CPU also for lists that are none, and for pairs of the carry's region that the mask holds again.
     """
-    geometry = plan.base.geometry
+    priority, carry, mask = plan.priority, plan.carry, plan._mask
+    geometry = mask.geometry if isinstance(mask, SparseMask) else plan.geometry
     if geometry is not call.geometry:
         check_geometry(call, geometry, "it returned")
-    priority, carry, mask = plan.priority, plan.carry, plan._mask
     if isinstance(mask, SparseMask) and mask.doubtful:
         _ = mask.looked_at
     if priority is not None and priority.checked and (given is None or priority is not given.priority):

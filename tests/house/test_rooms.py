@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from helpers.walk import layer_walk, pipeline_walk
-from house.moves import layer_moves, pipeline_moves, vllm_moves
+from house.moves import gpu_path, layer_moves, pipeline_moves, vllm_moves
 from house.test_layers import FACE, PLACES, ROOT, imported, module_name
 
 FILES = [(layer, path) for layer, place in PLACES.items() for path in sorted(place.rglob("*.py"))]
@@ -111,9 +112,16 @@ def test_the_attention_kernels_arguments_stand_once() -> None:
             assert len(flat & {argument.arg for argument in other.args.args}) < len(flat) / 2
 
 
+def row_of(table: str, row: str) -> list[str]:
+    """Cells of a row on the page of the design, in the table that begins so."""
+    page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    lines = page[page.index(table) :].split("\n\n")[0].splitlines()
+    return [cell.strip() for cell in next(line for line in lines if line.startswith(f"| {row}")).split("|")[2:-1]]
+
+
 PIPELINE = {"dense": 60, "rowmax": 117, "anchor-attention": 165, "flexprefill": 135, "bfla": 125}
-LAYER = {"dense": 80, "rowmax": 173, "anchor-attention": 260, "flexprefill": 190, "bfla": 170}
-VLLM = {"dense": 100, "rowmax": 193, "anchor-attention": 280, "flexprefill": 202, "bfla": 185}
+LAYER = {"dense": 80, "rowmax": 177, "anchor-attention": 267, "flexprefill": 190, "bfla": 170}
+VLLM = {"dense": 100, "rowmax": 193, "anchor-attention": 283, "flexprefill": 202, "bfla": 185}
 
 
 @pytest.mark.parametrize("method", PIPELINE)
@@ -134,6 +142,37 @@ def test_a_layer_of_vllm_is_handed_on_few_times(method: str) -> None:
     assert len(walk.moves) <= VLLM[method], walk.moves
 
 
+ON_A_GPU = {"vLLM": (40, 12, 64), "transformers": (40, 12, 84)}
+"""Moves, files and calls of a layer that repeats, at most."""
+REPEATED = {"vLLM": "one layer in a step of vLLM", "transformers": "one layer of a transformers model"}
+"""Its rows on the page of the design."""
+
+
+@pytest.fixture(scope="module")
+def on_a_gpu() -> dict[tuple[str, str], tuple[int, ...]]:
+    """Moves, files and calls by host and method."""
+    pytest.importorskip("triton")
+    line = re.compile(r"gpu (\w+) layer (\S+): (\d+) moves, (\d+) files, (\d+) calls")
+    return {(host, method): tuple(map(int, each)) for host, method, *each in line.findall(gpu_path("rowmax", "bfla"))}
+
+
+@pytest.mark.parametrize("method", ["rowmax", "bfla"])
+@pytest.mark.parametrize("host", ON_A_GPU)
+def test_a_layer_on_a_gpu_repeats_the_one_before(
+    host: str, method: str, on_a_gpu: dict[tuple[str, str], tuple[int, ...]]
+) -> None:
+    found = on_a_gpu[host, method]
+    assert all(n <= most for n, most in zip(found, ON_A_GPU[host], strict=True)), found
+
+
+@pytest.mark.parametrize("host", ON_A_GPU)
+def test_the_page_of_the_design_has_the_counts_on_a_gpu(
+    host: str, on_a_gpu: dict[tuple[str, str], tuple[int, ...]]
+) -> None:
+    cells = row_of("| Path on a GPU |", REPEATED[host])
+    assert on_a_gpu[host, "rowmax"] == tuple(map(int, cells[:3]))
+
+
 COUNTED = ("`pipeline(q, k, v)`", "one layer of a transformers model", "one layer in a step of vLLM")
 NEAR = 4
 """Moves by which the page may be off: a few come and go with what Python has cached."""
@@ -141,10 +180,7 @@ NEAR = 4
 
 @pytest.mark.parametrize(("row", "count"), zip(COUNTED, (pipeline_moves, layer_moves, vllm_moves), strict=True))
 def test_the_page_of_the_design_has_these_counts(row: str, count: Any) -> None:
-    page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
-    table = page[page.index("| Moves |") :].split("\n\n")[0]
-    methods = [cell.strip() for cell in table.splitlines()[0].split("|")[2:-1]]
-    figures = next(line for line in table.splitlines() if line.startswith(f"| {row}")).split("|")[2:-1]
+    methods, figures = row_of("| Moves |", "Moves"), row_of("| Moves |", row)
     found = {name: len(count(name).moves) for name in methods}
     told = {name: int(cell) for name, cell in zip(methods, figures, strict=True)}
     assert {} == {name: (told[name], n) for name, n in found.items() if abs(told[name] - n) > NEAR}

@@ -6,6 +6,7 @@ from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from sparseprefill.mask.recorded import RECORDING as RECORDING
 from sparseprefill.mask.recorded import apart as apart
 
 if TYPE_CHECKING:
