@@ -155,7 +155,8 @@ class Group(TyperGroup):
         if not word.startswith("-") and self.get_command(ctx, word) is None:
             ctx.fail(f"there is no command {word!r}{nearest(word, self.list_commands(ctx))}")
         found = super().resolve_command(ctx, args)
-        for one in found[1].params:
+        command = found[1]
+        for one in () if command is None else command.params:
             _refuse_empty(one)
         return found
 

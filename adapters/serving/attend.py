@@ -55,7 +55,7 @@ def run(
             decline(runtime, layer, part, layer.reason or NOT_CHOSEN)
         return False
     known = parts.known.setdefault(runtime.kinds.get(layer.index) or runtime.kind(layer), Known())
-    open_parts = known.others(parts) if known.repeated or known.left else [*parts]
+    open_parts = known.others(parts) if known.repeated or known.left else list[Part](parts)
     for part, left in known.left:  # ahead of those that run, as a session tells them
         if left is not None and part.row is not None:
             served, shape = part.served or runtime.main, (1, part.end - part.begin, part.row.end)

@@ -134,9 +134,9 @@ def run_repeated(
 
     found = known.get(key)
     if isinstance(found, tuple):
-        step, ran = found
+        step, before = found
         try:
-            return _with(ran, step.run(slots, layer)), step
+            return _with(before, step.run(slots, layer)), step
         except Exception as error:
             known.put(key, FAILED.format(error=type(error).__name__))
             raise
@@ -153,10 +153,10 @@ def run_repeated(
     except Exception as error:
         known.put(key, FAILED.format(error=type(error).__name__))
         raise
-    ran = list(_with(ran, tensors))
+    here = _with(ran, tensors)
     if made != CAPTURE:
-        known.put(key, made if isinstance(made, str) else (made, tuple(one.bare() for one in ran)))
-    return ran, made
+        known.put(key, made if isinstance(made, str) else (made, tuple(one.bare() for one in here)))
+    return here, made
 
 
 def _with(ran: Sequence[Ran], found: Sequence[Tensor]) -> tuple[Ran, ...]:

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from sparseprefill.adapters.huggingface import attach, attention, detach, hooks, inspection, state, versions
+from sparseprefill.adapters.huggingface import attach, attention, compiling, detach, hooks, inspection, state, versions
 from transformers import LlamaForCausalLM
 
 import sparseprefill as sp
@@ -503,7 +503,7 @@ def test_an_export_is_the_stock_model_and_says_so(model: Any) -> None:
     wanted = model(ids).logits
     with attach(model, "streaming", tail=0, gate=None, **STREAMING) as handle:
         program = torch.export.export(model, (ids,), kwargs={"use_cache": False})
-        assert handle.report().fallbacks == {hooks.EXPORT: 2}
+        assert handle.report().fallbacks == {compiling.EXPORT: 2}
         assert not torch.allclose(model(ids).logits, wanted, atol=1e-2)
     torch.testing.assert_close(program.module()(ids, use_cache=False).logits, wanted)
     with (

@@ -54,7 +54,7 @@ class Steps:
 
     def run(self, batch: Common) -> int:
         """Plan a step and make the metadata of the rows that stay with the host; how many parts there are."""
-        parts = plan(self.mine, batch, stock) or []
+        parts = list(plan(self.mine, batch, stock) or ())
         for part in parts:
             if part.row is None:
                 part.metadata()

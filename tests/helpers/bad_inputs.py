@@ -239,7 +239,8 @@ def scores() -> Iterator[Bad]:
     shapes = ((1, 3, 3, 3), (3, 1, 3, 3), (1, 1, 2, 3), (1, 1, 3, 4))
     for shape in shapes:
         for field, size in (("tiles", {"tile_q": 8, "tile_k": 8}), ("columns", {"rows": 8})):
-            wrong = sp.PriorityScores(**{field: torch.ones(shape)}, **size)
+            fields: dict[str, Any] = {field: torch.ones(shape), **size}
+            wrong = sp.PriorityScores(**fields)
             yield Bad(f"PriorityScores({field}={shape}).check", field, partial(wrong.check, CALL))
 
 

@@ -32,22 +32,22 @@ ROOM = 1 << 24
 FUSED = {"BLOCK": 16, "enable_fp_fusion": True}
 
 
-@triton.jit(do_not_specialize=("word",))
-def scale_kernel(x_ptr, y_ptr, word, count, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=("word",))  # type: ignore[untyped-decorator]
+def scale_kernel(x_ptr: Any, y_ptr: Any, word: Any, count: Any, BLOCK: tl.constexpr) -> None:
     """y = x * word."""
     i = tl.arange(0, BLOCK)
     tl.store(y_ptr + i, tl.load(x_ptr + i, mask=i < count) * word, mask=i < count)
 
 
-@triton.jit
-def special_kernel(x_ptr, y_ptr, word, count, BLOCK: tl.constexpr):
+@triton.jit  # type: ignore[untyped-decorator]
+def special_kernel(x_ptr: Any, y_ptr: Any, word: Any, count: Any, BLOCK: tl.constexpr) -> None:
     """The same, compiled for the number's value."""
     i = tl.arange(0, BLOCK)
     tl.store(y_ptr + i, tl.load(x_ptr + i, mask=i < count) * word, mask=i < count)
 
 
-@triton.jit
-def count_kernel(x_ptr, BLOCK: tl.constexpr):
+@triton.jit  # type: ignore[untyped-decorator]
+def count_kernel(x_ptr: Any, BLOCK: tl.constexpr) -> None:
     """x += 1."""
     i = tl.arange(0, BLOCK)
     tl.store(x_ptr + i, tl.load(x_ptr + i) + 1)
@@ -335,7 +335,7 @@ def test_what_cannot_be_repeated_has_a_reason(name: str, inference: bool) -> Non
         lambda x: [torch.randperm(4, device=DEVICE)],
         lambda x: [torch.nn.functional.dropout(x, 0.5)],
         lambda x: [x.bernoulli(0.5)],
-        lambda x: [torch.nn.functional.scaled_dot_product_attention(*[x[None, None]] * 3, dropout_p=0.5)],
+        lambda x: [torch.nn.functional.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.5)],
     ],
 )
 @pytest.mark.parametrize("inference", [False, True])
@@ -351,7 +351,7 @@ class Passing(TorchDispatchMode):
 
 
 def test_within_a_mode_or_a_transform_nothing_is_recorded() -> None:
-    with Passing():
+    with Passing():  # type: ignore[no-untyped-call]
         assert recording.TRANSFORM == refused(lambda x: [x + 1], drawn(4))
     seen: list[object] = []
 

@@ -137,7 +137,7 @@ class Sizes:
             if self.page:
                 k, v = rest[0].split(self.width, -1)
                 pages = Pages(k, v, rest[1][n, : -(-keys // self.page)], keys)
-                given = pages, pages
+                given: tuple[Any, Any] = pages, pages
             else:
                 given = rest[0], rest[1]
             prompt = None if self.prompt is None else keys + self.prompt

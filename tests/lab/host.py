@@ -129,15 +129,15 @@ def measure(method: str, rows: int, keys: int, shape: tuple[int, int, int], roun
     def again(index: int) -> None:
         repeat.run(index, layers[index].slots)
 
-    hosts = [_host(run, rounds) for run in (again, ask)]
+    host, asked = _host(again, rounds), _host(ask, rounds)
     counted = len(repeat.step.work)
     if not torch.cuda.is_available():
-        return Host(method, rows, keys, *shape, counted, *hosts)
+        return Host(method, rows, keys, *shape, counted, host, asked)
     found = session.report("lab", "none")
     density = next(one.density for one in found.layers if one.density is not None)
     kernel, dense = _dense(layers[0])
     times = _device(again, rounds), _device(_graph(again, layers[0]), rounds), dense
-    return Host(method, rows, keys, *shape, counted, *hosts, *times, kernel, density)
+    return Host(method, rows, keys, *shape, counted, host, asked, *times, kernel, density)
 
 
 def _host(run: Callable[[int], None], rounds: int) -> float:
@@ -163,7 +163,7 @@ def _device(run: Callable[[int], Any], rounds: int) -> float:
         run(i % LAYERS)
     end.record()
     torch.cuda.synchronize()
-    return 1e3 * begin.elapsed_time(end) / rounds
+    return 1e3 * float(begin.elapsed_time(end)) / rounds
 
 
 def _graph(again: Callable[[int], None], layer: Layer) -> Callable[[int], None]:

@@ -104,16 +104,17 @@ TO_RESULTS: dict[str, Callable[..., Any]] = {
 def pipeline_of(role: str, act: Callable[..., Any], plan: Callable[..., Any] = kept) -> sp.Pipeline:
     def writes(call: sp.AttentionCall) -> sp.Plan:
         act(call, None, None)
-        return plan(call)
+        made: sp.Plan = plan(call)
+        return made
 
     if role == "estimate":
         return sp.Pipeline(Mine(writes), name=NAME)
-    stage, options = Does(act), {"executor": sp.ReferenceExecutor(), "name": NAME}
-    given: dict[str, Any] = {
+    stage, options = Does(act), dict[str, Any](executor=sp.ReferenceExecutor(), name=NAME)
+    by_role: dict[str, dict[str, Any]] = {
         **{"refine": {"refiners": (stage,)}, "execute": {"executor": stage}},
         **{"correct": {"corrector": stage}, "observe": {"observers": (stage,)}},
-    }[role]
-    return sp.Pipeline(Mine(plan), **{**options, **given})
+    }
+    return sp.Pipeline(Mine(plan), **{**options, **by_role[role]})
 
 
 CASES = [
@@ -235,7 +236,7 @@ BLAMED: dict[str, tuple[Callable[[sp.AttentionCall], Any], str]] = {
         r"PriorityScores\.columns is a Tensor .*\(1, 4, 1, 95\): it must be .*\[1, 4, 1, 96\] for one group",
     ),
     "own scores that raise": (
-        lambda call: evolve(near(call), priority=Own(lambda: {}[1])),
+        lambda call: evolve(near(call), priority=Own(lambda: dict[int, int]()[1])),
         r"Own\.tile_scores\(\) raised",
     ),
     "own scores of nothing": (lambda call: evolve(near(call), priority=Own(lambda: 3)), r"Own\.tile_scores\(\) is 3"),
@@ -262,7 +263,7 @@ BLAMED: dict[str, tuple[Callable[[sp.AttentionCall], Any], str]] = {
         r"Plan\.probe is on meta",
     ),
     "thresholds elsewhere": (lambda call: evolve(near(call), skip_below=meta(1)), r"Plan\.skip_below is on meta"),
-    "notes that are none": (lambda call: evolve(near(call), notes=["x"]), r"Plan\.notes is list"),
+    "notes that are none": (lambda call: evolve(near(call), notes=["x"]), r"Plan\.notes is list"),  # type: ignore[arg-type]
     "a plan of another device": (
         lambda call: near(evolve(call, q=meta(1, 4, 96, 8), k=meta(1, 2, 96, 8), v=meta(1, 2, 96, 8))),
         "on meta; the call is",
@@ -288,7 +289,7 @@ def test_what_an_estimator_leaves_is_laid_at_its_door(case: tuple[Callable[[sp.A
 def test_scores_that_a_refiner_left_are_its_own() -> None:
     class Leaves:
         def refine(self, call: Any, plan: Any, memory: Any) -> Any:
-            return evolve(plan, priority=sp.PriorityScores(columns=lambda call: 1 // 0))
+            return evolve(plan, priority=sp.PriorityScores(columns=lambda call: 1 // 0))  # type: ignore[arg-type]
 
     made = sp.Pipeline(Mine(near), (Leaves(), sp.BudgetCeiling(share=0.4)), name=NAME)
     with pytest.raises(
@@ -329,7 +330,7 @@ def changed(**changes: Any) -> sp.Pipeline:
 
         accumulate = execute
 
-    return sp.Pipeline(Mine(near), executor=Odd(), name=NAME)  # type: ignore[arg-type]
+    return sp.Pipeline(Mine(near), executor=Odd(), name=NAME)
 
 
 HEADS = torch.zeros(1, 4, dtype=torch.int64)
@@ -375,11 +376,12 @@ def test_a_row_without_a_key_is_an_error_on_a_cpu() -> None:
         return sp.Plan(sp.SparseMask.from_tiles(call, keep, 16, diagonal=False))
 
     said = r"^third: Mine left query rows without a key.*batch row 0, head [03], query row 48 is the first"
-    for run in (
+    ways: tuple[Callable[[sp.Pipeline], object], ...] = (
         lambda made: made.run(fresh()),
         lambda made: made.run_many([fresh(), fresh()]),
         lambda made: evolve(made, workspace=1).run(fresh()),
-    ):
+    )
+    for run in ways:
         with pytest.raises(sp.StageError, match=said):
             run(sp.Pipeline(Mine(empty), executor=sp.ReferenceExecutor(), name=NAME))
     assert sp.Pipeline(Mine(empty), (sp.LocalBand(0),), name=NAME).run(fresh()).lse.isfinite().all()

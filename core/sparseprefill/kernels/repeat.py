@@ -299,12 +299,13 @@ class Step:
         stream: Any = None
         heard = False
         for one in self.work:
-            if type(one) is Operator:
-                args, kwargs = one.args, one.kwargs
+            if isinstance(one, Operator):
+                args: Sequence[Any] = one.args
+                kwargs = one.kwargs
                 if one.spots:
-                    args = [*args]
+                    args = filled = [*args]
                     for i, place in one.spots:
-                        args[i] = place.of(roots[place.root])
+                        filled[i] = place.of(roots[place.root])
                 if one.deep:
                     args, kwargs = one.given(roots)
                 found = one.func(*args, **kwargs)

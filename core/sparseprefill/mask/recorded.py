@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any, ParamSpec, Protocol, TypeVar
+
+from torch import Tensor
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -18,6 +20,12 @@ class Recorder(Protocol):
 
     def launched(self, kernel: Any, grid: tuple[int, ...], args: Any, options: dict[str, Any], made: Any) -> None:
         """A kernel was launched; see `kernels.launch.enqueue`."""
+
+    def gathered(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Tensors of which a table says how far they lie apart, such that every step has the same distances."""
+
+    def told(self, table: Tensor, numbers: Sequence[int], entries: Sequence[tuple[int, Tensor, Tensor]]) -> None:
+        """A table of numbers that say so. entries: the number of each, and its two tensors."""
 
 
 RECORDING: ContextVar[Recorder | None] = ContextVar("recording", default=None)

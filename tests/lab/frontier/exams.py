@@ -113,6 +113,6 @@ def readings_of(
     def readings(tokens: int) -> Asked:
         prompts, behind = zip(*(prompt_of(exam, source.tokenizer) for exam in exams[tokens]), strict=True)
         asks = [asker(model, source.tokenizer, exam) for exam in exams[tokens]]
-        return Asked(model, identity, prompts, sizes, tail, asks, behind)
+        return Asked(model, identity, prompts, sizes, tail, asks=asks, behind=behind)
 
     return readings
