@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ def noted_launches(patch: pytest.MonkeyPatch) -> list[int]:
     launch = launcher._launch
 
     def counted(*given: Any, **more: Any) -> Any:
-        requests = given[7] if len(given) > 7 else None
+        requests = signature(launch).bind(*given, **more).arguments.get("requests")
         found.append(1 if requests is None else len(requests.masks))
         return launch(*given, **more)
 
