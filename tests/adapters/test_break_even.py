@@ -15,6 +15,7 @@ from sparseprefill.adapters.serving.model import Model
 from sparseprefill.adapters.serving.options import read_table
 from sparseprefill.adapters.serving.runtime import Runtime
 from sparseprefill.adapters.serving.tally import Owner
+from sparseprefill.adapters.session.kinds import Code
 from sparseprefill.adapters.session.options import HostOptions
 from sparseprefill.adapters.session.prospects import NOT_CHOSEN
 from sparseprefill.adapters.session.session import WHOLE, Fallback, Prefill, Session
@@ -228,7 +229,7 @@ def test_a_slow_host_may_have_small_calls_computed_densely() -> None:
     call = make(90, heads=4, kv_heads=2)
     session = Session(sp.build("streaming", **STREAMING), gate=pays_from(500))
     found = session.run(call, Prefill())
-    assert Fallback(BELOW, chosen=True, small=True) == found
+    assert Fallback(BELOW, chosen=True, small=True, code=Code.GATE) == found
     out = session.whole(call)
     assert out is not None
     causal = functional.scaled_dot_product_attention(call.q, call.k, call.v, is_causal=True, enable_gqa=True)

@@ -23,6 +23,7 @@ from typer.testing import CliRunner, Result
 
 import sparseprefill as sp
 from helpers import table_plugin
+from helpers.correctors import blending
 from helpers.table_plugin import TABLE, BandTable
 from sparseprefill.profiles.identity import ModelIdentity
 
@@ -86,12 +87,13 @@ def test_a_share_of_the_heads_is_served_and_another_model_is_not(registry: sp.Re
         LocalRegistry(evolve(MODEL, digest="02"), local).build("banded", bands=str(file))
 
 
-def test_a_share_of_the_heads_has_all_that_is_installed() -> None:
-    local = evolve(MODEL, heads=2, kv_heads=1)
-    registry, known = LocalRegistry(MODEL, local), sp.default_registry()
+def test_a_share_of_the_heads_has_all_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    known, local = blending(), evolve(MODEL, heads=2, kv_heads=1)
+    monkeypatch.setattr("sparseprefill.adapters.serving.tensor_parallel.default_registry", lambda: known)
+    registry = LocalRegistry(MODEL, local)
     for kind in ("refiner", "corrector", "method", "kernel"):
         assert known.offered(kind) == registry.offered(kind)
-    table = {"method": "streaming", "corrector": "delta", "refiners": [{"name": "value-weights"}]}
+    table = {"method": "streaming", "corrector": "blend", "refiners": [{"name": "value-weights"}]}
     made: Any = sp.from_config(table, registry=registry)
     assert made.corrects
     assert known.kernels() == made.executor.kernels

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from attrs import evolve
+from sparseprefill.adapters.session.kinds import Code
 from sparseprefill.adapters.session.options import MOST_LAYERS, HostOptions
 from sparseprefill.adapters.session.prospects import NOT_CHOSEN
 from sparseprefill.adapters.session.session import Fallback, Prefill, Session
@@ -22,7 +23,7 @@ def test_layers_that_were_not_asked_for_run_dense(strict: bool) -> None:
     for window in (None, 8):
         found = [session.run(evolve(CALL, layer=layer, window=window), prefill) for layer in range(4)]
         assert [isinstance(one, Fallback) for one in found] == [False, True, False, True]
-        assert found[1] == Fallback(NOT_CHOSEN)
+        assert Fallback(NOT_CHOSEN, code=Code.LAYERS) == found[1]
     report = session.report("none", "none")
     assert {one.layer: (one.sparse_calls, one.dense_calls) for one in report.layers if one.layer % 2} == {
         1: (0, 2),
@@ -42,7 +43,7 @@ def test_no_filter_and_one_that_names_others() -> None:
 
 def test_a_host_that_declines_a_layer_not_asked_for_is_no_failure() -> None:
     session = Session(METHOD, HostOptions(layers=[0], strict=True))
-    assert session.decline(1, "padding", (1, 4, 4)) == Fallback(NOT_CHOSEN)
+    assert Fallback(NOT_CHOSEN, code=Code.LAYERS) == session.decline(1, "padding", (1, 4, 4))
     with pytest.raises(sp.UnsupportedCallError, match="layer 0: padding"):
         session.decline(0, "padding", (1, 4, 4))
 

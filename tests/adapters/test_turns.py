@@ -110,14 +110,14 @@ def test_forced_answers_are_decoding_and_questions_are_not() -> None:
     model, text = build("llama"), ids(60)
     seen: list[int] = []
     pipeline = sp.build("streaming", **STREAMING)
-    run = type(pipeline).run
+    run = type(pipeline).run_into
 
     def noted(self: Any, call: Any, *more: Any, **others: Any) -> Any:
         seen.append(call.q.shape[2])
         return run(self, call, *more, **others)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(pipeline), "run", noted)
+        patch.setattr(type(pipeline), "run_into", noted)
         turn = Turn("a", ids(17, seed=3), ids(40, seed=4))
         play(Reader(model), Tokenizer(), "requests", Talk("t", text, (turn,), forced=True), sparse())
     assert {60, 17} == {60, 17, 39} & set(seen)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from inspect import signature
 from typing import Any
 
 import attrs
@@ -64,7 +65,7 @@ def _count_launches() -> None:
         return
 
     def counted(*given: Any, **more: Any) -> Any:
-        requests = given[7] if len(given) > 7 else None
+        requests = signature(launch).bind(*given, **more).arguments.get("requests")
         LAUNCHES.append(1 if requests is None else len(requests.masks))
         return launch(*given, **more)
 

@@ -45,9 +45,16 @@ class Injected(Pipeline):
 
     def run(self, call: AttentionCall, memory: Memory | None = None) -> Result:
         """Run the call, on the other queries and keys if it has their shape."""
+        return super().run(self._other(call), memory)
+
+    def run_into(self, call: AttentionCall, memory: Memory | None, out: Tensor) -> Result:
+        """As `run`, which hosts call where they have a place for the output."""
+        return super().run_into(self._other(call), memory, out)
+
+    def _other(self, call: AttentionCall) -> AttentionCall:
         q, k = self.given
         same = call.q.shape == q.shape and call.k.shape == k.shape
-        return super().run(evolve(call, q=q, k=k) if same else call, memory)
+        return evolve(call, q=q, k=k) if same else call
 
 
 @frozen(eq=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 from sparseprefill.adapters.calibration.fit import ModelReadings
 from sparseprefill.adapters.cli.group import CommandError
 from sparseprefill.adapters.cli.searched import SAMPLED
@@ -30,8 +30,8 @@ class Asked(ModelReadings):
     asks: questions to each prompt. behind: tokens of the first question and its answer, which are held back from it.
     """
 
-    asks: Sequence[Ask] = ()
-    behind: Sequence[int] = ()
+    asks: Sequence[Ask] = field(default=(), kw_only=True)
+    behind: Sequence[int] = field(default=(), kw_only=True)
 
     def held_back(self, prompt: int) -> int:
         """Tokens of a prompt, by index, that are no part of its prefill."""
@@ -40,7 +40,8 @@ class Asked(ModelReadings):
     def compared(self, prompt: int) -> Comparison:
         """The prompt, by index, read by the model's own attention, and its answers."""
         sizes = evolve(self.sizes, tail=self.held_back(prompt))
-        return Comparison.of(self.model, self.prompts[prompt], sizes, ask=self.asks[prompt] if self.asks else None)
+        ask = self.asks[prompt] if self.asks else None
+        return Comparison.of(self.model, self.prompts[prompt], sizes, ask=ask, progress=self.progress)
 
 
 @frozen(eq=False)
