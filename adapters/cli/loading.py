@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from sparseprefill.errors import LONGEST, SparsePrefillError, extra, told
 
@@ -69,14 +69,16 @@ def _held_back() -> Iterator[Again]:
         def emit(self, record: logging.LogRecord) -> None:
             said.append(partial(logger.handle, record))
 
-    before, logger.handlers = logger.handlers, [Keep()]
+    here: list[logging.Handler] = [Keep()]
+    before, logger.handlers = logger.handlers, here
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("default")  # whoever makes errors of warnings does so afterwards
             yield said
     finally:
         logger.handlers = before
-    said += [partial(warnings.warn_explicit, one.message, one.category, one.filename, one.lineno) for one in caught]
+    shown: list[Any] = [*caught]  # typed as texts beside warnings, which no overload takes
+    said += [partial(warnings.warn_explicit, one.message, one.category, one.filename, one.lineno) for one in shown]
 
 
 def _refusal(error: Exception, path: str | None, option: str, part: Part) -> str:

@@ -69,6 +69,7 @@ class SoftmaxState:
         """True where it was handed over for no call before, or for one of these queries. It is theirs from then on."""
         if self._made_for is None:
             object.__setattr__(self, "_made_for", weakref.ref(q))
+            return True
         mine: bool = self._made_for() is q
         return mine
 

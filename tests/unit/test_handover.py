@@ -203,7 +203,11 @@ def lists(**changes: Any) -> Callable[[sp.AttentionCall], sp.Plan]:
     def plan(call: sp.AttentionCall) -> sp.Plan:
         mask = sp.SparseMask.full(call, 16)
         assert mask.tiles is not None
-        parts = {"counts": mask.tiles.counts, "offsets": mask.tiles.offsets, "indices": mask.tiles.indices} | changes
+        parts: dict[str, Any] = {
+            "counts": mask.tiles.counts,
+            "offsets": mask.tiles.offsets,
+            "indices": mask.tiles.indices,
+        } | changes
         return sp.Plan(evolve(mask, tiles=IndexLists(**parts)))
 
     return plan
@@ -363,7 +367,7 @@ def test_every_field_of_a_result_is_looked_at(case: tuple[dict[str, Any], str]) 
 
 def test_a_state_of_another_size() -> None:
     other = sp.ReferenceExecutor().accumulate(fresh(64), near(fresh(64)))
-    stage = type("Odd", (), {"execute": lambda *_: None, "accumulate": lambda *_: other})()
+    stage: Any = type("Odd", (), {"execute": lambda *_: None, "accumulate": lambda *_: other})()
     made = sp.Pipeline(Mine(near), executor=stage, name=NAME)
     with pytest.raises(sp.StageError, match=r"^third: Odd\.accumulate\(\) returned a SoftmaxState that has acc"):
         made.executing.accumulate(fresh(), near(fresh()))

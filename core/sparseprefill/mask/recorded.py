@@ -23,6 +23,7 @@ class Recorder(Protocol):
 
     def gathered(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Tensors of which a table says how far they lie apart, such that every step has the same distances."""
+        ...
 
     def told(self, table: Tensor, numbers: Sequence[int], entries: Sequence[tuple[int, Tensor, Tensor]]) -> None:
         """A table of numbers that say so. entries: the number of each, and its two tensors."""

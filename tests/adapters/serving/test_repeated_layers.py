@@ -331,7 +331,8 @@ def test_a_call_of_tensors_that_are_no_slots_is_not_repeated(repetitions: list[i
 
 
 def test_watched_requests_and_strict_records_run_plainly(repetitions: list[int]) -> None:
-    for options in ({"measure": True}, {"recall_every": 1}, {"observe": lambda call, result: None}):
+    ways: tuple[dict[str, Any], ...] = ({"measure": True}, {"recall_every": 1}, {"observe": lambda call, result: None})
+    for options in ways:
         method = pipeline("streaming")
         same(*pair(lambda repeats: Engine(repeats, method, **options), [(24, 16, "main")]))  # noqa: B023
     assert [] == repetitions
