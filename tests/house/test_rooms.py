@@ -148,29 +148,16 @@ REPEATED = {"vLLM": "one layer in a step of vLLM", "transformers": "one layer of
 """Its rows on the page of the design."""
 
 
-@pytest.fixture(scope="module")
-def on_a_gpu() -> dict[tuple[str, str], tuple[int, ...]]:
-    """Moves, files and calls by host and method."""
+def test_a_layer_on_a_gpu_repeats_the_one_before() -> None:
+    """One test, since the process that walks there takes a minute."""
     pytest.importorskip("triton")
     line = re.compile(r"gpu (\w+) layer (\S+): (\d+) moves, (\d+) files, (\d+) calls")
-    return {(host, method): tuple(map(int, each)) for host, method, *each in line.findall(gpu_path("rowmax", "bfla"))}
-
-
-@pytest.mark.parametrize("method", ["rowmax", "bfla"])
-@pytest.mark.parametrize("host", ON_A_GPU)
-def test_a_layer_on_a_gpu_repeats_the_one_before(
-    host: str, method: str, on_a_gpu: dict[tuple[str, str], tuple[int, ...]]
-) -> None:
-    found = on_a_gpu[host, method]
-    assert all(n <= most for n, most in zip(found, ON_A_GPU[host], strict=True)), found
-
-
-@pytest.mark.parametrize("host", ON_A_GPU)
-def test_the_page_of_the_design_has_the_counts_on_a_gpu(
-    host: str, on_a_gpu: dict[tuple[str, str], tuple[int, ...]]
-) -> None:
-    cells = row_of("| Path on a GPU |", REPEATED[host])
-    assert on_a_gpu[host, "rowmax"] == tuple(map(int, cells[:3]))
+    walks = {(host, method): tuple(map(int, each)) for host, method, *each in line.findall(gpu_path("rowmax", "bfla"))}
+    assert {(host, method) for host in ON_A_GPU for method in ("rowmax", "bfla")} == set(walks)
+    for (host, method), found in walks.items():
+        assert all(n <= most for n, most in zip(found, ON_A_GPU[host], strict=True)), (host, method, found)
+    told = {host: tuple(map(int, row_of("| Path on a GPU |", row)[:3])) for host, row in REPEATED.items()}
+    assert told == {host: walks[host, "rowmax"] for host in ON_A_GPU}
 
 
 COUNTED = ("`pipeline(q, k, v)`", "one layer of a transformers model", "one layer in a step of vLLM")
