@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import sparseprefill as sp
 from helpers.examples import part
 from kernels.device import CUDA, DEVICE
 from sparseprefill.kernels import recording
@@ -603,3 +604,18 @@ def test_any_program_is_repeated(actions: list[Action], results: list[int], infe
         whole = drawn(8, 4, seed=9) / 4
         step = holds(run, whole[:4], drawn(4, 4, seed=8) / 4, whole[4:])
     assert [] == overlaps(step)
+
+
+@pytest.mark.skipif(CUDA, reason="values are looked at on a CPU alone")
+def test_rows_without_a_key_are_an_error_in_a_recorded_call_too() -> None:
+    class Empty:
+        def estimate(self, call: sp.AttentionCall, memory: sp.Memory) -> sp.Plan:
+            keep = torch.ones(call.geometry.map_shape(16, 16), dtype=torch.bool)
+            keep[:, -1] = False
+            return sp.Plan(sp.SparseMask.from_tiles(call, keep, 16, diagonal=False))
+
+    slots = [torch.randn(1, 2, 64, 16) for _ in range(3)]
+    made = sp.Pipeline(Empty(), executor=sp.ReferenceExecutor(), name="mine")
+    with pytest.raises(sp.StageError, match=r"^mine: Empty left query rows without a key"):
+        record(lambda: [made.run(sp.AttentionCall(*slots)).out], slots, ROOM)
+    assert RECORDING.get() is None
