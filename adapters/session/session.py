@@ -463,7 +463,7 @@ class Session:
         return choice.pipeline
 
     def _note_of(self, waiting: _Waiting) -> str:
-        """What every layer notes of the pipeline that was chosen, if anything."""
+        """The note of the pipeline that was chosen, for every layer; empty for none."""
         prefill = waiting.prefill
         return self.route.choose(waiting.call, prefill.memory, prefill.chunk, prefill.begin).note
 

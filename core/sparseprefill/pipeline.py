@@ -17,7 +17,7 @@ from sparseprefill.errors import ParameterError, StageError, UnsupportedCallErro
 from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.mask.looks import keyless
 from sparseprefill.mask.mask import SparseMask
-from sparseprefill.mask.recorded import RECORDING
+from sparseprefill.mask.recorded import RECORDING, apart
 from sparseprefill.memory import KEPT_BYTES, Memory
 from sparseprefill.parts.split import Part, Recorder, parts
 from sparseprefill.plan import Parts, Plan, Planned, Result
@@ -416,9 +416,8 @@ class Pipeline(Runner):
 
     def _finish(self, planned: Planned, computed: Result) -> Result:
         lse, plan = computed.lse, planned.plan
-        looked_at = type(lse) is Tensor and lse.is_cpu and RECORDING.get() is None
-        shows = looked_at and bool(lse.isneginf().any())  # padding, or rows without a key
-        if shows and (lost := keyless(plan.masks, lse, planned.call.first_head)):
+        shows = type(lse) is Tensor and lse.is_cpu
+        if shows and (lost := apart(keyless, plan.masks, lse, planned.call.first_head)):
             raise StageError(f"{self.name}: {', '.join(stage.name for stage in self._planning)} left {lost}")
         result = computed
         for corrector in self._correcting:

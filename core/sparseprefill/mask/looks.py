@@ -32,10 +32,10 @@ def keyless(masks: Sequence[SparseMask], lse: Tensor, first_head: int) -> str:
     masks: all that was computed. lse: ``[B, Hq, Nq]`` of it. first_head: number of head 0, for the message.
     """
     geometry = masks[0].geometry
-    if not readable(geometry.device):
+    if not readable(geometry.device) or not bool(lse.isneginf().any()):
         return ""
     empty = lse.isneginf() & geometry.real_queries()[:, None]
-    if not bool(empty.any()):
+    if not bool(empty.any()):  # padding
         return ""
     try:
         for mask in masks:
