@@ -55,7 +55,7 @@ def run(
             decline(runtime, layer, part, layer.reason or NOT_CHOSEN)
         return False
     known = parts.known.setdefault(runtime.kinds.get(layer.index) or runtime.kind(layer), Known())
-    open_parts: list[Part] = known.others(parts) if known.repeated or known.left else list(parts)
+    open_parts = known.others(parts) if known.repeated or known.left else [*parts]
     for one in tuple(known.repeated):
         if not (one.repeat.fits(slots) and _repeat(layer, one, slots)):
             known.repeated.remove(one)
