@@ -33,22 +33,22 @@ ROOM = 1 << 24
 FUSED = {"BLOCK": 16, "enable_fp_fusion": True}
 
 
-@triton.jit(do_not_specialize=("word",))  # type: ignore[untyped-decorator]
-def scale_kernel(x_ptr: Any, y_ptr: Any, word: Any, count: Any, BLOCK: tl.constexpr) -> None:
+@triton.jit(do_not_specialize=("word",))
+def scale_kernel(x_ptr, y_ptr, word, count, BLOCK: tl.constexpr):
     """y = x * word."""
     i = tl.arange(0, BLOCK)
     tl.store(y_ptr + i, tl.load(x_ptr + i, mask=i < count) * word, mask=i < count)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def special_kernel(x_ptr: Any, y_ptr: Any, word: Any, count: Any, BLOCK: tl.constexpr) -> None:
+@triton.jit
+def special_kernel(x_ptr, y_ptr, word, count, BLOCK: tl.constexpr):
     """The same, compiled for the number's value."""
     i = tl.arange(0, BLOCK)
     tl.store(y_ptr + i, tl.load(x_ptr + i, mask=i < count) * word, mask=i < count)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def count_kernel(x_ptr: Any, BLOCK: tl.constexpr) -> None:
+@triton.jit
+def count_kernel(x_ptr, BLOCK: tl.constexpr):
     """x += 1."""
     i = tl.arange(0, BLOCK)
     tl.store(x_ptr + i, tl.load(x_ptr + i) + 1)
@@ -352,7 +352,7 @@ class Passing(TorchDispatchMode):
 
 
 def test_within_a_mode_or_a_transform_nothing_is_recorded() -> None:
-    with Passing():  # type: ignore[no-untyped-call]
+    with Passing():
         assert recording.TRANSFORM == refused(lambda x: [x + 1], drawn(4))
     seen: list[object] = []
 
