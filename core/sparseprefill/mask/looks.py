@@ -11,6 +11,7 @@ from torch import Tensor
 from sparseprefill.errors import MaskError
 from sparseprefill.mask.lists import readable
 from sparseprefill.mask.mask import SparseMask
+from sparseprefill.mask.recorded import RECORDING, apart
 
 SHOWN = 64
 """Query rows at once whose keys are looked for."""
@@ -19,6 +20,9 @@ SHOWN = 64
 def check_disjoint(mask: SparseMask, region: SparseMask) -> None:
     """MaskError for a mask with pairs of a carry's region; also for lists that are none."""
     if not readable(mask.geometry.device):
+        return
+    if RECORDING.get() is not None:
+        apart(check_disjoint, mask, region)
         return
     twice = int((mask.pairs() + region.pairs() - (mask | region).pairs()).sum())
     if twice:
