@@ -150,7 +150,7 @@ class Server:
 
 def test_a_request_is_refused_in_words_that_every_client_reads() -> None:
     server = Server()
-    start, rest = server.ask(b'{"sparse', b'prefill": "off"}', path="/root/a", root_path="/root")
+    start, rest = server.ask(b'{"sparse', b'prefill": "off"}', path="/mount/a", root_path="/mount")
     why = "sparseprefill is 'off', which /a does not read there: pass it as x.sparseprefill"
     assert (400, []) == (start["status"], server.heard)
     assert (b"content-length", str(len(rest["body"])).encode()) in start["headers"]
