@@ -394,7 +394,11 @@ def stopped(fake: Fake, at: int, number: int, *more: str) -> tuple[int, dict[str
         return count >= at
 
     fake.wrong = wrong
-    result = invoke("replay", fake.url, *SMALL, "--json", *more)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs are without
+    try:
+        result = invoke("replay", fake.url, *SMALL, "--json", *more)
+    finally:
+        signal.signal(signal.SIGINT, before)
     return result.exit_code, json.loads(result.stdout)
 
 
