@@ -27,6 +27,7 @@ from sparseprefill.executors.triton import TritonExecutor
 from sparseprefill.kernels.hopper import launch as hopper
 from sparseprefill.kernels.hopper.record import HOPPER, HOPPER_INT8
 from sparseprefill.kernels.lists import order
+from sparseprefill.mask import looks
 
 HEADS, KV_HEADS, WIDTH, PAGE, STEP = 8, 2, 128, 16, 8192
 LONGEST = (3000, 8192, 32_784, 139_280)
@@ -142,6 +143,7 @@ def main(methods: Sequence[str]) -> None:
     replace(kernels, serve=lambda _: True)
     known(HOPPER_INT8, HOPPER)
     replace(JITFunction, run=recording(seen))
+    replace(looks, readable=lambda _: False)  # lists that nobody filled
     replace(hopper, longest_first=ordered, longest_lists_first=ordered_lists)
     registry = default_registry()
     found: dict[str, dict[str, Any]] = {}
