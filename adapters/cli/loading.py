@@ -71,12 +71,13 @@ def _held_back() -> Iterator[Again]:
 
     here: list[logging.Handler] = [Keep()]
     before, logger.handlers = logger.handlers, here
+    onward, logger.propagate = logger.propagate, False  # transformers lets its own pass to the root where CI is set
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("default")  # whoever makes errors of warnings does so afterwards
             yield said
     finally:
-        logger.handlers = before
+        logger.handlers, logger.propagate = before, onward
     shown: list[Any] = [*caught]  # typed as texts beside warnings, which no overload takes
     said += [partial(warnings.warn_explicit, one.message, one.category, one.filename, one.lineno) for one in shown]
 
