@@ -117,10 +117,6 @@ class Ran:
         done = Uncounted(old.geometry, (), pairs, None if old.skipped is None else next(found))
         return evolve(self, done=done, rounded=None if rounded is None else evolve(rounded, errors=next(found)))
 
-    def noting(self, note: str) -> Ran:
-        """With one remark more, if it is one."""
-        return evolve(self, remarks=(*self.remarks, note)) if note else self
-
     def bare(self) -> Ran:
         """Without its prefill."""
         return evolve(self, serial=-1)

@@ -29,7 +29,7 @@ from .kinds import MOST, Code, Kinds, Why
 from .ledger import LayerRecord, Ran, Room
 from .options import HostOptions
 from .prospects import NOT_CHOSEN, prospects
-from .repeat import Recordings, Repeat, key_of, may_repeat, run_repeated, shortened
+from .repeat import Recordings, Repeat, Work, may_repeat, outcome
 from .report import Report
 from .unread import as_whole, read_part
 from .watch import Hear, RecallWatch
@@ -147,7 +147,8 @@ class Session:
         self.min_query, self.strict = options.min_query, options.strict
         self.layers = None if options.layers is None else frozenset(options.layers)
         self._measure, self._observe, self._warn, self._told = options.measure, observe, warn, told
-        self._recordings, self._served = Recordings(), cache(kernels.serve_device)
+        self._recordings, self._varying = Recordings(), Recordings()
+        self._served = cache(kernels.serve_device)
         self.kind: Callable[[int], Hashable] = cache(partial(_kind, self.layers, self.route.profile))
         """All that a layer's index decides: layers of one kind come to the same in a step."""
         every, strict_recall = options.recall_every, options.strict_recall
@@ -233,39 +234,28 @@ class Session:
     ) -> Sequence[Outcome] | None:
         """Outcomes of calls that are recorded, or were before; None where that cannot be, or fails: then as if nothing
         had been tried."""
-        if not slots or not pipeline.repeats or not self._served(slots[0].device):
+        if not slots or pipeline.asked is None or not self._served(slots[0].device):
             return None
-        calls = [shortened(pipeline, one.call) for one in group]
-        outs = [one.out for one in group if one.out is not None]
+        calls, outs = tuple(one.call for one in group), tuple(one.out for one in group if one.out is not None)
         if self._observe is not None or self._measure or len(outs) != len(group):
             return None
         if not may_repeat(pipeline, slots, calls, outs) or any(self._watched(one.prefill) for one in group):
             return None
-        layer, key = calls[0].layer, key_of(pipeline, calls, outs, slots)
-
-        def work() -> list[Ran]:
-            memories = [Memory() for _ in calls]
-            if len(calls) == 1:
-                results = [pipeline.run_into(calls[0], memories[0], outs[0])]
-            else:
-                results = pipeline.run_many(calls, memories)
-                for out, result in zip(outs, results, strict=True):
-                    out.copy_(result.out)
-            return [one.ran(result) for one, result in zip(group, results, strict=True)]
-
+        memories = tuple(one.prefill.memory for one in group)
+        work = Work(pipeline, calls, memories, outs, tuple(slots), lambda i, result: group[i].ran(result))
         try:
-            ran, step = run_repeated(key, self._recordings, work, slots, layer)
+            ran, how = outcome(work, self._recordings, self._varying)
         except Exception as error:  # the plain way tells whose it is
             log.debug("nothing is repeated", exc_info=error)
             frameless(error)
             return None
         ran = [evolve(one, serial=waiting.prefill.serial) for one, waiting in zip(ran, group, strict=True)]
-        self.tell(layer, ran)
-        if isinstance(step, str):
-            log.debug("%s: a step of %s is not repeated: %s", self.route.name, ran[0].sizes, step)
+        self.tell(work.layer, ran)
+        if isinstance(how, str):
+            log.debug("%s: a step of %s is not repeated: %s", self.route.name, ran[0].sizes, how)
         else:
-            noted = tuple(one.noting(self._note_of(waiting)) for one, waiting in zip(ran, group, strict=True))
-            repeats.append(Repeat(step, noted, tuple(one.place for one in group), self.tell))
+            notes = tuple(map(self._note_of, group))
+            repeats.append(Repeat(how, tuple(ran), notes, tuple(one.place for one in group), self.tell))
         return ran
 
     def _together(self, pipeline: Pipeline, group: Sequence[_Waiting]) -> list[Outcome]:
@@ -494,8 +484,8 @@ class Session:
             prefill.watched = self._watch.choose()
         return prefill.watched
 
-    def tell(self, layer: int, calls: Sequence[Ran]) -> None:
-        """Record calls of a layer that ran sparse."""
+    def tell(self, layer: int, calls: Sequence[Ran], notes: Sequence[str] = ()) -> None:
+        """Record calls of a layer that ran sparse. notes: of the choice of their pipelines, empty for none."""
         with self._lock:
             record = self._record(layer)
             for ran in calls:
@@ -503,6 +493,9 @@ class Session:
                 record.ran(ran, None if self._measure else KEPT_BYTES)
                 for remark in ran.remarks:
                     self._notes.add(remark)
+            for note in notes:
+                if note:
+                    self._notes.add(note)
         if self._told is not None:
             for ran in calls:
                 self._told(layer, ran)

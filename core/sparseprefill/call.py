@@ -8,7 +8,7 @@ from functools import cache, cached_property, wraps
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
-from attrs import field, fields, frozen
+from attrs import evolve, field, fields, frozen
 from torch import Tensor
 
 from sparseprefill.errors import InvalidCallError, ParameterError, nearest, printed
@@ -246,6 +246,21 @@ def resized(call: AttentionCall, rows: int, keys: int, batch: int | None = None)
     q, k, v = (call.q.new_empty(()).expand(shape) for shape in shapes)
     names = ("scale", "layer", "prompt_lengths", "window", "softcap", "sinks", "first_head")
     return AttentionCall(q, k, v, **{name: getattr(call, name) for name in names})
+
+
+def over(call: AttentionCall, at: Callable[[Tensor], Tensor], layer: int) -> AttentionCall:
+    """The call with other tensors in the place of its own: that of another layer. at: which, of the same sizes."""
+
+    def changed(x: Any) -> Any:
+        return at(x) if isinstance(x, Tensor) else x
+
+    if (pages := call.pages) is None:
+        k, v = changed(call._k), changed(call._v)
+    else:
+        names = ("k", "v", "table", "k_scale", "v_scale")
+        k = v = evolve(pages, **{name: changed(getattr(pages, name)) for name in names})
+    rows = {name: changed(getattr(call, name)) for name in ("starts", "lengths", "prompt_lengths", "sinks")}
+    return evolve(call, q=at(call.q), k=k, v=v, layer=layer, **rows)
 
 
 def rows_at(x: Tensor, index: Tensor) -> Tensor:

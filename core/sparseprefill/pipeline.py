@@ -274,6 +274,19 @@ class Pipeline(Runner):
         prompts of the same length. See `stages`."""
         return repeating(stage.repeats for stage in self._all)
 
+    @cached_property
+    def rest_repeats(self) -> bool | Literal["prompt"]:
+        """As `repeats`, of the stages behind those that are asked."""
+        return False if self.asked is None else repeating(stage.repeats for stage in self._all[self.asked :])
+
+    @cached_property
+    def asked(self) -> int | None:
+        """The number of first stages that a host asks in each layer, since they do not repeat, where all that come
+        after them do; 0 where all repeat, None where the executor does not, or what comes after it."""
+        if not repeating(stage.repeats for stage in self._all[len(self._planning) :]):
+            return None
+        return max((i for i, stage in enumerate(self._planning, 1) if not stage.repeats), default=0)
+
     def check_model(self, model: ModelIdentity) -> None:
         """ParameterError where a stage was made for another model."""
         for stage in self._all:
@@ -319,16 +332,19 @@ class Pipeline(Runner):
             cut, _ = self._cut(call)
             return self._run_parts(call, memory, cut) if len(cut) > 1 else self._run_whole(call, memory)
 
-    def run_into(self, call: AttentionCall, memory: Memory | None, out: Tensor) -> Result:
-        """As `run`, with the output in a tensor of the caller, ``[B, Hq, Nq, Dv]``, which may be a view."""
+    def run_into(self, call: AttentionCall, memory: Memory | None, out: Tensor, begun: Plan | None = None) -> Result:
+        """As `run`, with the output in a tensor of the caller, ``[B, Hq, Nq, Dv]``, which may be a view.
+
+        begun: the plan of `ask`, of a call that is `whole`.
+        """
         memory = self._accepted(call, memory)
         with torch.cuda.device_of(call.q):
             cut, _ = self._cut(call)
             if len(cut) > 1 or self._correcting:
-                result = self._run_parts(call, memory, cut) if len(cut) > 1 else self._run_whole(call, memory)
+                result = self._run_parts(call, memory, cut) if len(cut) > 1 else self._run_whole(call, memory, begun)
                 out.copy_(result.out)
                 return evolve(result, out=out)
-            planned = Planned(call, self.plan(call, memory), memory)
+            planned = Planned(call, self.plan(call, memory, begun), memory)
             dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
             lse = torch.empty(call.q.shape[:3], dtype=dtype, device=call.q.device)
             return self._finish(planned, self.executing.execute_into(call, planned.plan, out, lse))
@@ -337,10 +353,15 @@ class Pipeline(Runner):
         """True if a call of these sizes runs in one part."""
         return len(self._cut(call)[0]) <= 1
 
-    def run_many(self, calls: Sequence[AttentionCall], memories: Sequence[Memory | None] | None = None) -> list[Result]:
+    def run_many(
+        self,
+        calls: Sequence[AttentionCall],
+        memories: Sequence[Memory | None] | None = None,
+        begun: Sequence[Plan] = (),
+    ) -> list[Result]:
         """Run several calls, with one launch for several where the executor can: see `begin`. Errors as of `run`.
 
-        memories: of each call's request; None for calls on their own, of different requests.
+        memories: of each call's request; None for calls on their own, of different requests. begun: see `run_into`.
         """
         for name, listed in (("calls", calls), ("memories", () if memories is None else memories)):
             if not isinstance(listed, Sequence):
@@ -350,13 +371,14 @@ class Pipeline(Runner):
             raise ParameterError(f"memories has {len(given)} entries: pass one for each of {len(calls)} calls, or None")
         found: list[Result] = []
         for first in range(0, len(calls), SHARE):
-            pairs = zip(calls[first : first + SHARE], given[first : first + SHARE], strict=True)
-            begun = [self.begin(call, memory) for call, memory in pairs]
-            made = iter(self.execute([one for one in begun if isinstance(one, Planned)]))
-            found += [self.finish(one, next(made)) if isinstance(one, Planned) else one for one in begun]
+            some = slice(first, first + SHARE)
+            each = zip(calls[some], given[some], begun[some] or [None] * SHARE, strict=False)
+            waiting = [self.begin(call, memory, plan) for call, memory, plan in each]
+            made = iter(self.execute([one for one in waiting if isinstance(one, Planned)]))
+            found += [self.finish(one, next(made)) if isinstance(one, Planned) else one for one in waiting]
         return found
 
-    def begin(self, call: AttentionCall, memory: Memory | None = None) -> Planned | Result:
+    def begin(self, call: AttentionCall, memory: Memory | None = None, begun: Plan | None = None) -> Planned | Result:
         """The first step of `run`: the call with its plan, for `execute` together with others, and then `finish`.
 
         Of different requests, and at most `SHARE` at a time: what they hold is within the workspace then. The result
@@ -368,8 +390,8 @@ class Pipeline(Runner):
             if len(cut) > 1:
                 return self._run_parts(call, memory, cut)
             if self._correcting or not waits:
-                return self._run_whole(call, memory)
-            return Planned(call, self.plan(call, memory), memory)
+                return self._run_whole(call, memory, begun)
+            return Planned(call, self.plan(call, memory, begun), memory)
 
     def execute(self, planned: Sequence[Planned]) -> list[Result]:
         """The second step: what the executor computes for calls that `begin` planned; errors as of `run`."""
@@ -410,8 +432,8 @@ class Pipeline(Runner):
             found = self._cuts[key] = parts(self, call, limit), self.bound(call) <= limit // SHARE
         return found
 
-    def _run_whole(self, call: AttentionCall, memory: Memory) -> Result:
-        planned = Planned(call, self.plan(call, memory), memory)
+    def _run_whole(self, call: AttentionCall, memory: Memory, begun: Plan | None = None) -> Result:
+        planned = Planned(call, self.plan(call, memory, begun), memory)
         return self._finish(planned, self.executing.execute(call, planned.plan))
 
     def _finish(self, planned: Planned, computed: Result) -> Result:
@@ -462,7 +484,16 @@ class Pipeline(Runner):
         for observer in self._observing:
             observer.observe(call, plan, result, memory)
 
-    def plan(self, call: AttentionCall, memory: Memory) -> Plan:
+    def plan(self, call: AttentionCall, memory: Memory, begun: Plan | None = None) -> Plan:
         """Make the plan that `run` would execute, for stages that hold a pipeline. Raises the errors of `run`."""
         memory.prefix.most = self.kept_bytes if RECORDING.get() is None else 0  # which changes no bit
-        return planned_by(self._planning, call, memory)
+        return planned_by(self._planning, call, memory, self.asked or 0, begun)
+
+    def ask(self, call: AttentionCall, memory: Memory) -> Plan:
+        """The plan of the first `asked` stages; errors as of `run`."""
+        stages = self._planning[: self.asked]
+        if reasons := objections(stages, call):
+            raise UnsupportedCallError(reasons)
+        memory.prefix.most = self.kept_bytes
+        with torch.cuda.device_of(call.q):
+            return planned_by(stages, call, memory)

@@ -537,14 +537,18 @@ def _at(x: Any) -> str:
     return f"{printed(x)} on {x.device}" if elsewhere else printed(x)
 
 
-def planned_by(stages: Sequence[Stage], call: AttentionCall, memory: Memory) -> Plan:
+def planned_by(
+    stages: Sequence[Stage], call: AttentionCall, memory: Memory, asked: int = 0, plan: Plan | None = None
+) -> Plan:
     """The plan of an estimator, which comes first, and of refiners, in their order.
 
     Scores are read by refiners; where that fails, the error names the stage that left them.
+    plan: of the first `asked` stages, where these are behind.
     """
-    estimator, *refiners = stages
-    plan, left_by, verb = estimator.estimate(call, memory), estimator, "estimate"
-    for refiner in refiners:
+    left_by, verb = stages[max(0, asked - 1)], "refine" if asked > 1 else "estimate"
+    if plan is None:
+        plan, asked = left_by.estimate(call, memory), 1
+    for refiner in stages[asked:]:
         try:
             after = refiner.refine(call, plan, memory)
         except ScoresError as error:

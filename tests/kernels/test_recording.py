@@ -101,7 +101,7 @@ def holds(run: Run, *slots: Tensor, step: Step | None = None) -> Step:
     step = step or made(run, *slots)
     for seed in (1, 2, 3):
         mine, plain = like(slots, seed), like(slots, seed)
-        assert step.fits(mine)
+        assert step.slots.fit(mine)
         for one, other in zip(step.run(mine, 0), run(*plain), strict=True):
             assert torch.equal(other, one)
             assert (other.dtype, other.shape, other.stride()) == (one.dtype, one.shape, one.stride())
@@ -203,9 +203,9 @@ def test_slots_that_share_a_storage() -> None:
     whole = drawn(3, 8)
     step = holds(lambda q, k, out: [out.copy_(q + k)], whole[:, :4], whole[:, 4:], drawn(3, 4))
     apart_ = drawn(3, 8, seed=5)
-    assert not step.fits([apart_[:, 4:], apart_[:, :4], drawn(3, 4)]), "the other way round"
-    assert not step.fits([apart_[:, :4], whole[:, 4:], drawn(3, 4)]), "of two storages"
-    assert step.fits([apart_[:, :4], apart_[:, 4:], drawn(3, 4)])
+    assert not step.slots.fit([apart_[:, 4:], apart_[:, :4], drawn(3, 4)]), "the other way round"
+    assert not step.slots.fit([apart_[:, :4], whole[:, 4:], drawn(3, 4)]), "of two storages"
+    assert step.slots.fit([apart_[:, :4], apart_[:, 4:], drawn(3, 4)])
 
 
 def test_slots_that_are_one_tensor() -> None:
@@ -215,7 +215,7 @@ def test_slots_that_are_one_tensor() -> None:
 
 def test_a_step_fits_tensors_like_those_that_were_recorded() -> None:
     step = made(lambda x: [x + 1], drawn(4, 8))
-    assert step.fits([drawn(4, 8, seed=3)])
+    assert step.slots.fit([drawn(4, 8, seed=3)])
     whole = drawn(5, 8)
     others = {
         "another number": [],
@@ -226,9 +226,9 @@ def test_a_step_fits_tensors_like_those_that_were_recorded() -> None:
         "another type": [drawn(4, 8).to(torch.int32)],
         "another alignment": [torch.empty(33, device=DEVICE)[1:].view(4, 8)],
     }
-    assert [] == [name for name, slots in others.items() if step.fits(slots)]
+    assert [] == [name for name, slots in others.items() if step.slots.fit(slots)]
     if CUDA:
-        assert not step.fits([drawn(4, 8).cpu()])
+        assert not step.slots.fit([drawn(4, 8).cpu()])
 
 
 def test_a_step_holds_no_tensor_of_a_layer() -> None:
@@ -583,7 +583,7 @@ def program(actions: Sequence[Action], results: Sequence[int], *slots: Tensor) -
 def overlaps(step: Step) -> list[tuple[int, int]]:
     """Pairs of ranges of scratch, as the work uses them, that overlap and are not one tensor's."""
     uses: dict[tuple[int, int], tuple[int, int]] = {}
-    own = len(step.first)
+    own = len(step.slots.first)
     for i, one in enumerate(step.work):
         for place in one.places:
             if place.root == own:

@@ -18,9 +18,9 @@ from statistics import median
 from typing import Any
 
 import torch
-from attrs import asdict, frozen
+from attrs import asdict, evolve, frozen
 from sparseprefill.adapters.session.options import HostOptions
-from sparseprefill.adapters.session.repeat import Repeat
+from sparseprefill.adapters.session.repeat import Asking, Repeat
 from sparseprefill.adapters.session.session import Prefill, Session
 from sparseprefill.adapters.vllm.pages import pages_of
 from torch import Tensor
@@ -35,7 +35,7 @@ Slots = tuple[Tensor, ...]
 
 @frozen
 class Host:
-    """Microseconds a layer. launches: that it makes, those of torch's operators among them. From `layers` on: on a GPU,
+    """Microseconds a layer. launches: that it repeats, torch's operators among them. From `layers` on: on a GPU,
     else 0; pairs: share of the causal pairs that it computes there."""
 
     method: str
@@ -108,9 +108,17 @@ class Layer:
         return AttentionCall(self.query.transpose(0, 1)[None], pages, pages, prompt_lengths=self.keys, layer=index)
 
 
-def measure(method: str, rows: int, keys: int, shape: tuple[int, int, int], rounds: int) -> Host:
-    """Time a method's layers of these sizes."""
-    session = Session(sp.build(method), HostOptions(recall_every=0))
+class Asked:
+    """An estimator that does not say that it repeats, as one in plain PyTorch, so that each layer asks it."""
+
+    def __init__(self, estimator: sp.PatternEstimator) -> None:
+        self.estimate = estimator.estimate
+
+
+def measure(method: str, rows: int, keys: int, shape: tuple[int, int, int], rounds: int, asks: bool) -> Host:
+    """Time a method's layers of these sizes. asks: whether each layer asks the estimator."""
+    made = sp.build(method)
+    session = Session(evolve(made, estimator=Asked(made.estimator)) if asks else made, HostOptions(recall_every=0))
     layers, prefill, repeats = [Layer(rows, keys, shape, seed) for seed in range(LAYERS)], Prefill(), list[Repeat]()
 
     def ask(index: int, slots: Slots = ()) -> None:
@@ -130,7 +138,8 @@ def measure(method: str, rows: int, keys: int, shape: tuple[int, int, int], roun
         repeat.run(index, layers[index].slots)
 
     host, asked = _host(again, rounds), _host(ask, rounds)
-    counted = len(repeat.step.work)
+    step = repeat.how.rest if isinstance(repeat.how, Asking) else repeat.how
+    counted = 0 if isinstance(step, str) else len(step.work)
     if not torch.cuda.is_available():
         return Host(method, rows, keys, *shape, counted, host, asked)
     found = session.report("lab", "none")
@@ -197,6 +206,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, default=8192)
     parser.add_argument("--keys", type=int, nargs="+", default=[32768])
     parser.add_argument("--shape", type=int, nargs=3, default=(12, 2, 128), metavar=("HEADS", "KV_HEADS", "WIDTH"))
+    parser.add_argument("--asks", action="store_true", help="ask the estimator in each layer, as if it did not repeat")
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--json", action="store_true", help="print JSON, a line for each")
     given = parser.parse_args(arguments)
@@ -205,7 +215,7 @@ def main(arguments: list[str] | None = None) -> int:
         idle()
     for method in given.method:
         for keys in given.keys:
-            found = measure(method, min(given.rows, keys), keys, tuple(given.shape), given.rounds)
+            found = measure(method, min(given.rows, keys), keys, tuple(given.shape), given.rounds, given.asks)
             print(json.dumps(asdict(found)) if given.json else found, flush=True)  # noqa: T201
     return 0
 

@@ -232,27 +232,20 @@ def _fact(x: Tensor) -> Fact:
 
 
 @frozen(eq=False)
-class Step:
-    """Work of a call on its device. See the module.
+class Slots:
+    """Facts of tensors in whose place a layer has others.
 
-    device: where. facts: of each slot, what it must be like. ways: of each slot, the root that it lies in, and how many
-    bytes behind that root's first slot; first: those. scratch: bytes. work: launches and operators, in order. results:
-    places of what a run returns.
+    facts: of each, what it must be like. ways: of each the root that it lies in, and how many bytes behind that root's
+    first slot; first: those.
     """
 
-    device: torch.device
     facts: tuple[Fact, ...]
     ways: tuple[tuple[int, int], ...]
     first: tuple[int, ...]
-    scratch: int
-    work: tuple[Launch | Operator, ...]
-    results: tuple[Any, ...]
 
     @classmethod
-    def of(
-        cls, slots: Sequence[Tensor], scratch: int, work: Sequence[Launch | Operator], results: Sequence[Any]
-    ) -> Self:
-        """slots: that it was recorded with; those that share a storage are one root."""
+    def of(cls, slots: Sequence[Tensor]) -> Self:
+        """Those that share a storage are one root."""
         known: dict[int, int] = {}
         ways, first = list[tuple[int, int]](), list[int]()
         for i, slot in enumerate(slots):
@@ -260,16 +253,10 @@ class Step:
             if root == len(first):
                 first.append(i)
             ways.append((root, slot.data_ptr() - slots[first[root]].data_ptr()))
-        facts = tuple(map(_fact, slots))
-        return cls(slots[0].device, facts, tuple(ways), tuple(first), scratch, tuple(work), tuple(results))
+        return cls(tuple(map(_fact, slots)), tuple(ways), tuple(first))
 
-    @property
-    def launches(self) -> int:
-        """Kernels that a run launches, those of torch's operators left out."""
-        return sum(isinstance(one, Launch) for one in self.work)
-
-    def fits(self, slots: Sequence[Tensor]) -> bool:
-        """True if the step may run with these tensors: of the same sizes, strides, types, alignment and device."""
+    def fit(self, slots: Sequence[Tensor]) -> bool:
+        """True for tensors of the same sizes, strides, types, alignment and device, that lie in each other likewise."""
         if len(slots) != len(self.facts):
             return False
         for x, fact in zip(slots, self.facts, strict=True):
@@ -280,8 +267,35 @@ class Step:
         each = zip(slots, self.ways, strict=True)
         return all(x.data_ptr() - slots[self.first[root]].data_ptr() == behind for x, (root, behind) in each)
 
+
+@frozen(eq=False)
+class Step:
+    """Work of a call on its device. See the module.
+
+    device: where. slots: what it may run with. scratch: bytes. work: launches and operators, in order. results:
+    places of what a run returns.
+    """
+
+    device: torch.device
+    slots: Slots
+    scratch: int
+    work: tuple[Launch | Operator, ...]
+    results: tuple[Any, ...]
+
+    @classmethod
+    def of(
+        cls, slots: Sequence[Tensor], scratch: int, work: Sequence[Launch | Operator], results: Sequence[Any]
+    ) -> Self:
+        """slots: that it was recorded with."""
+        return cls(slots[0].device, Slots.of(slots), scratch, tuple(work), tuple(results))
+
+    @property
+    def launches(self) -> int:
+        """Kernels that a run launches, those of torch's operators left out."""
+        return sum(isinstance(one, Launch) for one in self.work)
+
     def run(self, slots: Sequence[Tensor], layer: int) -> list[Tensor]:
-        """Do for these tensors, which fit, what was recorded. layer: its index, for what hashes depend on. Launches come
+        """Do for these tensors, which `slots` fits, what was recorded. layer: its index, for what hashes depend on. Launches come
         on the current stream; nobody waits."""
         kind = self.device.type
         if torch.is_autocast_enabled(kind):  # what was cast then is cast by an operator of its own
@@ -293,7 +307,7 @@ class Step:
             return self._run(slots, layer)
 
     def _run(self, slots: Sequence[Tensor], layer: int) -> list[Tensor]:
-        roots = [slots[i] for i in self.first]
+        roots = [slots[i] for i in self.slots.first]
         roots.append(torch.empty(self.scratch, dtype=torch.uint8, device=self.device))
         addresses = [x.data_ptr() for x in roots]
         stream: Any = None

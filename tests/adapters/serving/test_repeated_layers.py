@@ -33,6 +33,7 @@ from sparseprefill.breakeven.table import Verdict
 from sparseprefill.executors.triton import TritonExecutor
 from sparseprefill.kernels.repeat import Step
 from sparseprefill.pages import Pages
+from sparseprefill.plan import Remark
 from sparseprefill.profiles.identity import ModelIdentity
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -86,6 +87,20 @@ def pipeline(name: str, spied: bool = False, **parameters: Any) -> sp.Pipeline:
     made = method.pipeline(**{**method.small, **parameters})
     made = made if CUDA else evolve(made, executor=TritonExecutor())
     return evolve(made, estimator=Spy(made.estimator)) if spied else made
+
+
+class Reads(Spy):
+    """One that does not repeat, since it reads a value. change: of its plan, by the layer."""
+
+    repeats = False
+
+    def __init__(self, estimator: Any, change: Callable[[sp.Plan, int], sp.Plan] = lambda plan, _: plan) -> None:
+        super().__init__(estimator)
+        self.change = change
+
+    def estimate(self, call: sp.AttentionCall, memory: sp.Memory) -> sp.Plan:
+        plan = super().estimate(call, memory)
+        return self.change(plan, call.layer) if float(call.q.abs().sum()) > 0 else plan
 
 
 class Engine:
@@ -217,6 +232,84 @@ def test_report_and_metrics_are_those_of_layers_that_all_run(
     (found, *_) = engines[0].told()
     assert {(layer, 3) for layer in range(LAYERS)} == {(one.layer, one.sparse_calls) for one in found.layers}
     assert all(one.density is not None and 0 < one.density <= 1 for one in found.layers)
+
+
+def reading(name: str, change: Callable[[sp.Plan, int], sp.Plan] | None = None, **parameters: Any) -> sp.Pipeline:
+    made = pipeline(name, **parameters)
+    return evolve(made, estimator=Reads(made.estimator, *(() if change is None else (change,))))
+
+
+@pytest.mark.parametrize(
+    ("name", "recall"), [("streaming", None), ("rowmax", None), ("bfla", 0.8), ("anchor-attention", None)]
+)
+def test_a_stage_that_does_not_repeat_is_asked_in_each_layer_and_the_rest_is_repeated(
+    name: str, recall: float | None, repetitions: list[int]
+) -> None:
+    methods = [reading(name, recall=recall) for _ in range(2)]
+    steps = [(24, 16, "main")], [(20, 17, "main"), (33, 0, "main"), (1, 40, "main")]
+    same(*pair(lambda repeats: Engine(repeats, methods[repeats]), *steps))
+    assert {1, 2, 3} == set(repetitions)
+    spies: list[Any] = [one.estimator for one in methods]
+    assert spies[0].asked == spies[1].asked == LAYERS * 4
+
+
+def test_plans_that_differ_in_each_layer_are_not_recorded_for_ever(
+    monkeypatch: pytest.MonkeyPatch, repetitions: list[int]
+) -> None:
+    monkeypatch.setattr(module, "MOST", 6)
+    seen = Counter[bool]()
+
+    def other(repeats: bool, plan: sp.Plan, _: int) -> sp.Plan:
+        seen[repeats] += 1
+        return plan.keep(sink=seen[repeats])
+
+    methods = [reading("streaming", partial(other, repeats)) for repeats in (False, True)]
+    repeated, plain = pair(
+        lambda repeats: Engine(repeats, methods[repeats]), *[[(24, 16 + i, "main")] for i in range(4)]
+    )
+    same(repeated, plain)
+    assert ([], True) == (repetitions, repeated.session._varying.varied)
+    assert 4 * LAYERS == methods[True].estimator.asked  # type: ignore[attr-defined]
+
+
+def test_a_plan_without_a_value_runs_plainly(repetitions: list[int]) -> None:
+    def late(plan: sp.Plan, _: int) -> sp.Plan:
+        mask = plan.mask
+        return sp.Plan(lambda: mask)
+
+    methods = [reading("streaming", late) for _ in range(2)]
+    same(*pair(lambda repeats: Engine(repeats, methods[repeats]), [(24, 16, "main")]))
+    spies: list[Any] = [one.estimator for one in methods]
+    assert ([], LAYERS, LAYERS) == (repetitions, spies[0].asked, spies[1].asked)
+
+
+def test_a_remark_is_of_its_own_layer() -> None:
+    def remarking(plan: sp.Plan, layer: int) -> sp.Plan:
+        return plan if layer % 2 else evolve(plan, notes={"why": Remark(f"layer {layer}")})
+
+    methods = [reading("streaming", remarking) for _ in range(2)]
+    repeated, plain = pair(lambda repeats: Engine(repeats, methods[repeats]), [(24, 16, "main")], [(24, 16, "main")])
+    same(repeated, plain)
+    assert {"layer 0 to 2": 4} == dict(repeated.session.report("M", "STOCK").notes)
+
+
+def test_a_stage_that_fails_or_objects_in_a_later_layer_falls_back_as_it_would(repetitions: list[int]) -> None:
+    def fails(plan: sp.Plan, layer: int) -> sp.Plan:
+        if layer == 2:
+            raise sp.UnsupportedCallError(["no such layer"])
+        if layer == 3:
+            raise ValueError("no such plan")
+        return plan
+
+    methods = [reading("streaming", fails) for _ in range(2)]
+    repeated, plain = (Engine(repeats, methods[repeats]) for repeats in (True, False))
+    outputs = [one.step((24, 16, "main"))[0] for one in (repeated, plain)]
+    assert all(map(torch.equal, *outputs))
+    assert [2, 3] == [layer for layer, _ in repeated.stocks]
+    assert repeated.counts[0].seen == plain.counts[0].seen
+    reports = [one.session.report("M", "STOCK") for one in (repeated, plain)]
+    assert reports[0].layers == reports[1].layers
+    assert [1] == repetitions
 
 
 def test_the_next_step_of_its_sizes_asks_no_stage(repetitions: list[int]) -> None:

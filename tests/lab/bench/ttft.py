@@ -47,9 +47,9 @@ class Injected(Pipeline):
         """Run the call, on the other queries and keys if it has their shape."""
         return super().run(self._other(call), memory)
 
-    def run_into(self, call: AttentionCall, memory: Memory | None, out: Tensor) -> Result:
+    def run_into(self, call: AttentionCall, memory: Memory | None, out: Tensor, begun: Plan | None = None) -> Result:
         """As `run`, which hosts call where they have a place for the output."""
-        return super().run_into(self._other(call), memory, out)
+        return super().run_into(self._other(call), memory, out, begun)
 
     def _other(self, call: AttentionCall) -> AttentionCall:
         q, k = self.given
