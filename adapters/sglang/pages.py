@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparseprefill.pages import FP8, Pages
+
+ALIGNED = 4
+"""Entries of a table that take 16 bytes, at whose multiples kernels read faster."""
 
 
 def table_of(row: Tensor, length: int, page: int) -> Tensor:
@@ -16,6 +21,17 @@ def table_of(row: Tensor, length: int, page: int) -> Tensor:
     row: int32 ``[context]``, the request's slots (``req_to_token``), which fill its pages in order. page: slots each.
     """
     return row[:length] if page == 1 else row[:length:page] // page
+
+
+def in_one(tables: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of tables in one tensor, each aligned as if alone, so that requests which share a launch tell by how far
+    theirs lie apart, which is the same in every layer."""
+    ends = list(accumulate((-(-len(one) // ALIGNED) * ALIGNED for one in tables), initial=0))
+    whole = torch.empty(ends[-1], dtype=tables[0].dtype, device=tables[0].device)
+    found = [whole[begin : begin + len(one)] for one, begin in zip(tables, ends, strict=False)]
+    for mine, one in zip(found, tables, strict=True):
+        mine.copy_(one)
+    return found
 
 
 def pages_of(

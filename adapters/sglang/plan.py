@@ -14,7 +14,7 @@ from ..serving.requests import Row
 from ..serving.wishes import Unknown
 from . import known
 from .narrow import Rows, narrow, objection
-from .pages import table_of
+from .pages import in_one, table_of
 from .runtime import Runtime
 
 SERVED, UNSERVED = ("EXTEND", "MIXED"), ("SPLIT_PREFILL", "DLLM_EXTEND")
@@ -84,6 +84,8 @@ def plan(runtime: Runtime, batch: Any, slots: Tensor, page: int) -> Step | None:
         part = Part(i, i + 1, bounds[i], bounds[i + 1], rows[n], found[n], runtime.chunks[n], runtime.serving(rows[n]))
         parts.append(part)
         tables[i] = table_of(_slots(slots, batch, requests[i], i), rows[n].end, page)
+    if len(tables) > 1:
+        tables = dict(zip(tables, in_one(list(tables.values())), strict=True))
     step = Step(parts, tables, bounds[-1], tuple(rid for rid, needed in ending.items() if needed))
     others = gaps(list(sparse), len(counts))
     if others:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import json
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,12 @@ from sparseprefill.adapters.sglang.pages import pages_of
 from sparseprefill.adapters.sglang.plan import plan
 from torch import Tensor
 
+from sparseprefill import kernels
+from sparseprefill.executors.auto import AutoExecutor
+from sparseprefill.executors.triton import TritonExecutor
+from sparseprefill.kernels.repeat import Step
+
+from . import host as fakes
 from .host import HEADS, KV_HEADS, SIZE, Backend, Req, backend, batch, radix_layer
 
 FULL = json.dumps({"method": "dense", "gate": False, "min_query": 16, "recall_every": 0})
@@ -96,6 +103,33 @@ def test_the_scales_of_a_layer_are_among_what_another_has_others_of(monkeypatch:
     host, (k, v) = backend(FULL, 16, torch.float8_e5m2), (torch.tensor(2.0), torch.tensor(0.5))
     step(host, batch(host, [(Req("a", 64), 0, 64)]), radix_layer(k_scale=k, v_scale=v))
     assert {k.data_ptr(), v.data_ptr()} <= {x.data_ptr() for x in seen[0]}
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("page", [1, 16])
+def test_layers_of_several_requests_are_repeated(page: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each request has a table of its own, and one launch reads all of them."""
+    for name in ("serve", "serve_device"):
+        monkeypatch.setattr(kernels, name, lambda _: True)
+    executor, repeated = TritonExecutor(), list[int]()
+    monkeypatch.setattr(AutoExecutor, "choose", lambda *_: executor)
+    monkeypatch.setattr(AutoExecutor, "execute_many", lambda _, *given: executor.execute_many(*given))
+    run = Step.run
+
+    def counted(self: Step, slots: Any, layer: int) -> list[Tensor]:
+        repeated.append(layer)
+        return run(self, slots, layer)
+
+    monkeypatch.setattr(Step, "run", counted)
+    for place in (fakes, sys.modules[__name__]):
+        monkeypatch.setattr(place, "SIZE", 64)
+    host = backend(FULL, page)
+    given = batch(host, [(Req("a", 40), 0, 40), (Req("b", 57), 16, 41), (Req("c", 30), 0, 30)])
+    for layer in range(2):
+        found, expected = step(host, given, radix_layer(layer))
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    assert [1] == repeated
+    assert not notes(host)
 
 
 @pytest.mark.parametrize(
