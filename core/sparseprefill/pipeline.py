@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any, Literal, Self, cast
 
@@ -47,8 +47,6 @@ Limit = int | Literal["auto"] | None
 """Bytes that a call may hold: so many, `LIMIT` on CUDA devices and any number elsewhere ("auto"), or any number."""
 LIMIT = 3 << 30
 """Bytes on CUDA devices by default: with the LSE, and with what bounds leave out, a layer stays within 4 GiB."""
-KEPT = 256
-"""Sizes of calls whose parts a pipeline remembers."""
 SHARE = 8
 """Most calls that wait for each other, and into how many shares the workspace is divided for them."""
 
@@ -198,7 +196,6 @@ class Pipeline(Runner):
     executing: ExecutorStage = field(default=EXECUTING, init=False, repr=False)
     _correcting: tuple[Stage, ...] = field(default=CORRECTING, init=False, repr=False)
     _observing: tuple[Stage, ...] = field(default=OBSERVING, init=False, repr=False)
-    _cuts: dict[Hashable, tuple[tuple[Part, ...], bool]] = field(factory=dict, init=False, repr=False)
 
     @property
     def _deciding(self) -> tuple[Stage, ...]:
@@ -415,22 +412,12 @@ class Pipeline(Runner):
         return Memory() if memory is None else memory
 
     def _cut(self, call: AttentionCall) -> tuple[tuple[Part, ...], bool]:
-        """The parts of a call, none where there is no limit, and whether it may wait for others.
-
-        By sizes alone; remembered, since the layers of a model ask with the same ones.
-        """
+        """The parts of a call, none where it runs whole, and whether it may wait for others. By sizes alone."""
         limit = self.limit(call.q.device)
         if limit is None:
             return (), True
-        sizes = (call.q.shape, call.kv_heads, call.kv_len, call.value_dim, call.geometry.q_offset, call.window)
-        kinds = tuple(map(type, (call.starts, call.lengths, call.pages, call.softcap, call.sinks)))
-        key = (sizes, kinds, call.q.dtype, call.q.device)
-        found = self._cuts.get(key)
-        if found is None:
-            if len(self._cuts) >= KEPT:
-                self._cuts.clear()
-            found = self._cuts[key] = parts(self, call, limit), self.bound(call) <= limit // SHARE
-        return found
+        bound = self.bound(call)
+        return () if bound <= limit else parts(self, call, limit), bound <= limit // SHARE
 
     def _run_whole(self, call: AttentionCall, memory: Memory, begun: Plan | None = None) -> Result:
         planned = Planned(call, self.plan(call, memory, begun), memory)

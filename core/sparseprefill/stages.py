@@ -545,9 +545,9 @@ def planned_by(
     Scores are read by refiners; where that fails, the error names the stage that left them.
     plan: of the first `asked` stages, where these are behind.
     """
-    left_by, verb = stages[max(0, asked - 1)], "refine" if asked > 1 else "estimate"
     if plan is None:
-        plan, asked = left_by.estimate(call, memory), 1
+        plan, asked = stages[0].estimate(call, memory), 1
+    left_by, verb = stages[asked - 1], "refine" if asked > 1 else "estimate"
     for refiner in stages[asked:]:
         try:
             after = refiner.refine(call, plan, memory)

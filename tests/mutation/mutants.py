@@ -27,11 +27,10 @@ KEPT_RESULTS = {"cache", "kept", "kept_by_sizes", "remembered"}  # decorators wi
 # Sizes of pieces of work and of what is kept at hand: they change time and memory and no result, so that a test of one
 # could but repeat it. What obeys them is mutated like everything else.
 PACE = {
-    "core/sparseprefill/breakeven/table.py": {"_KEPT"},
     "core/sparseprefill/executors/cpu.py": {"GATHERED", "RUN", "TOGETHER", "COLUMNS", "ALIKE", "JOINED"},
     "core/sparseprefill/mask/count.py": {"ENTRIES"},
     "core/sparseprefill/mask/priority.py": {"ENTRIES"},
-    "core/sparseprefill/pipeline.py": {"KEPT", "SHARE"},
+    "core/sparseprefill/pipeline.py": {"SHARE"},
     "core/sparseprefill/refiners/budget.py": {"ENTRIES", "CELLS", "BLOCKS"},
     "core/sparseprefill/refiners/narrow.py": {"ENTRIES"},
 }

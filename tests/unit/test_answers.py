@@ -14,7 +14,6 @@ from attrs import evolve, frozen
 import sparseprefill as sp
 from helpers.build import make
 from helpers.stubs import Estimate, Observe, Refine
-from sparseprefill import pipeline as pipelines
 from sparseprefill.errors import ParameterError, UnsupportedCallError
 from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.mask.lists import IndexLists
@@ -188,19 +187,6 @@ def test_every_stage_is_asked_about_the_model(place: str) -> None:
         assert made.asks_model
         with pytest.raises(ParameterError, match="not for this"):
             made.check_model(cast(Any, "this"))
-
-
-def test_sizes_of_parts_are_remembered_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipelines, "KEPT", 2)
-    made = evolve(sp.build("streaming", sink=8, window=8, block=8), workspace=1)
-    held = []
-    for rows in (8, 16, 16, 24):
-        made.run(make(rows))
-        held.append(len(made._cuts))
-    assert [1, 2, 2, 1] == held
-    free = evolve(made, workspace=None)
-    free.run(make(8))
-    assert {} == free._cuts
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])

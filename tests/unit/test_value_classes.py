@@ -168,16 +168,16 @@ def test_figures_can_be_keys() -> None:
 def test_what_is_kept_on_the_way_is_neither_given_nor_shown() -> None:
     found = tables.from_length(512)
     before = (repr(found), repr(PIPELINE), repr(AutoGate()))
-    assert not [word for word in ("verdicts", "lines") if word in before[0]]
-    assert not [word for word in ("planning", "executing", "observing", "cuts") if word in before[1]]
+    assert not [word for word in ("lines",) if word in before[0]]
+    assert not [word for word in ("planning", "executing", "observing") if word in before[1]]
     assert "tables" not in before[2]
     assert AutoGate().judge(CALL, "streaming").reason
     assert found.judge(make(64, heads=4, kv_heads=2), "streaming").worth in (True, False)
-    assert found._verdicts
+    assert found._lines
     assert found == tables.from_length(512)
     for kind, names in (
-        (BreakEven, ("verdicts", "lines")),
-        (sp.Pipeline, ("planning", "executing", "observing", "cuts")),
+        (BreakEven, ("lines",)),
+        (sp.Pipeline, ("planning", "executing", "observing")),
         (AutoGate, ("tables",)),
     ):
         given = {one.alias for one in attrs.fields(kind) if one.init}

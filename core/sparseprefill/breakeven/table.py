@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -36,7 +36,6 @@ LACKING = (
 )
 UNKNOWN = "not gated: "
 """The beginning of a verdict's reason where a table knows nothing of a call."""
-_KEPT = 4096  # judgements; lengths of prompts differ without end
 
 
 @frozen
@@ -65,7 +64,6 @@ class BreakEven:
     versions: Mapping[str, Any] = field(factory=dict, hash=False)
     measured: Mapping[str, Any] = field(factory=dict, hash=False)
     shapes: tuple[HeadShape, ...]
-    _verdicts: dict[Hashable, Verdict] = field(factory=dict, init=False, eq=False, repr=False)
     _lines: dict[tuple[int, str], tuple[Line, ...]] = field(factory=dict, init=False, eq=False, repr=False)
 
     def judge(self, call: AttentionCall, method: str) -> Verdict:
@@ -75,14 +73,29 @@ class BreakEven:
         the table: it runs sparse, and the reason is in the verdict. A method without figures, such as a plugin's, is
         judged by the executor alone, which no mask of it can beat; the verdict says so, and what command measures it.
         """
+        if call.window is not None:
+            return Verdict(True)
         q = call.q
-        key = (method, q.shape, call.kv_heads, call.kv_len, call.q_offset, q.dtype, q.device, call.window)
-        found = self._verdicts.get(key)
-        if found is None:
-            if len(self._verdicts) >= _KEPT:
-                self._verdicts.clear()
-            found = self._verdicts[key] = self._judged(call, method)
-        return found
+        here = device_kind(q.device)
+        if not here.like(self.device):
+            return Verdict(True, None, f"{UNKNOWN}the {self} has nothing for {here}")
+        dtype = str(q.dtype).removeprefix("torch.")
+        keys = call.kv_len if call.q_offset is None else call.q_offset + q.shape[2]
+        sizes = Sizes(
+            batch=q.shape[0], heads=q.shape[1], kv_heads=call.kv_heads, head_dim=q.shape[3], dtype=dtype,
+            queries=q.shape[2], keys=keys,
+        )  # fmt: skip
+        shape = nearest(self.shapes, sizes)
+        if shape is None:
+            return Verdict(True, None, f"{UNKNOWN}the {self} has no figures for {dtype}")
+        ratio = ratio_of(shape, self._along(shape, method), sizes)
+        if ratio is not None and shape.knows(method):
+            return Verdict(True, ratio) if ratio <= GAIN else Verdict(False, ratio, BELOW)
+        lacking = LACKING.format(table=self, method=method, command=_command(method, sizes))
+        if ratio is None:
+            return Verdict(True, None, UNKNOWN + lacking)
+        worth = ratio <= GAIN
+        return Verdict(worth, ratio, f"{ALONE if worth else BELOW_ALONE}: {lacking}")
 
     def ratio(self, method: str, sizes: Sizes) -> float | None:
         """Predicted time of a method over dense attention's at these sizes; None where nothing is known."""
@@ -123,31 +136,6 @@ class BreakEven:
         if key not in self._lines:
             self._lines[key] = lines(shape, method)
         return self._lines[key]
-
-    def _judged(self, call: AttentionCall, method: str) -> Verdict:
-        if call.window is not None:
-            return Verdict(True)
-        q = call.q
-        here = device_kind(q.device)
-        if not here.like(self.device):
-            return Verdict(True, None, f"{UNKNOWN}the {self} has nothing for {here}")
-        dtype = str(q.dtype).removeprefix("torch.")
-        keys = call.kv_len if call.q_offset is None else call.q_offset + q.shape[2]
-        sizes = Sizes(
-            batch=q.shape[0], heads=q.shape[1], kv_heads=call.kv_heads, head_dim=q.shape[3], dtype=dtype,
-            queries=q.shape[2], keys=keys,
-        )  # fmt: skip
-        shape = nearest(self.shapes, sizes)
-        if shape is None:
-            return Verdict(True, None, f"{UNKNOWN}the {self} has no figures for {dtype}")
-        ratio = ratio_of(shape, self._along(shape, method), sizes)
-        if ratio is not None and shape.knows(method):
-            return Verdict(True, ratio) if ratio <= GAIN else Verdict(False, ratio, BELOW)
-        lacking = LACKING.format(table=self, method=method, command=_command(method, sizes))
-        if ratio is None:
-            return Verdict(True, None, UNKNOWN + lacking)
-        worth = ratio <= GAIN
-        return Verdict(worth, ratio, f"{ALONE if worth else BELOW_ALONE}: {lacking}")
 
 
 def _command(method: str, sizes: Sizes) -> str:

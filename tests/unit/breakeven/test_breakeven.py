@@ -194,7 +194,6 @@ def test_a_call_below_break_even_is_not_worth_it() -> None:
     assert (False, BELOW) == (verdict.worth, verdict.reason)
     assert verdict.ratio == pytest.approx(4.0)
     assert found.judge(call(512), "streaming").worth
-    assert found.judge(call(512), "streaming") is found.judge(call(512), "streaming")
 
 
 def test_queries_and_the_place_of_the_queries_count() -> None:
@@ -214,14 +213,6 @@ def test_what_the_table_does_not_know_runs_sparse_and_says_why() -> None:
     assert verdict.worth
     assert "no figures for float64" in verdict.reason
     assert sp.Verdict(True) == table(CHUNKED).judge(call(64, window=8), "streaming")
-
-
-def test_judgements_kept_are_bounded() -> None:
-    found = from_length(512)
-    for rows in range(1, 5000, 1):
-        found._verdicts[rows] = sp.Verdict(True)
-    assert found.judge(call(512), "streaming").worth
-    assert len(found._verdicts) < 4100
 
 
 def test_a_table_survives_its_file(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ import sparseprefill as sp
 from helpers.build import make
 from helpers.tables import SHAPE, point, shape_of, table, whole
 from sparseprefill.breakeven import points as rule
-from sparseprefill.breakeven import table as tables
 from sparseprefill.breakeven.gate import NOTHING_KNOWN, RULES
 from sparseprefill.breakeven.points import (
     GAIN,
@@ -257,33 +256,6 @@ def test_the_gain_itself_is_worth_it() -> None:
     assert Verdict(True, GAIN) == judged(table(shape_of(point(100, 100, streaming=GAIN))))
     slower = judged(table(shape_of(point(100, 100, streaming=0.951))))
     assert (False, BELOW) == (slower.worth, slower.reason)
-
-
-def test_judgements_are_kept_by_all_that_sizes_say() -> None:
-    """Another method, dtype, batch, width, number of keys or place is judged anew."""
-    made = table(shape_of(point(100, 100, streaming=0.5)), shape_of(point(100, 100), dtype="float64"))
-    judged(made)
-    calls: list[dict[str, Any]] = [
-        *({"batch": 2}, {"heads": 2, "kv_heads": 1}, {"kv_heads": 1}, {"kv_len": 120}, {"q_len": 90}),
-        *({"dtype": torch.float64}, {"window": 7}, {"kv_len": 120, "q_offset": 3}),
-    ]
-    for n, sizes in enumerate(calls, 2):
-        judged(made, **sizes)
-        assert n == len(made._verdicts)
-    made.judge(make(100, heads=4, kv_heads=2), "other")
-    assert len(calls) + 2 == len(made._verdicts)
-    assert judged(made) is judged(made)
-    assert len(calls) + 2 == len(made._verdicts)
-
-
-def test_judgements_are_dropped_when_there_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = table(shape_of(point(100, 100, streaming=0.5)))
-    monkeypatch.setattr(tables, "_KEPT", 3)
-    sizes = []
-    for rows in range(1, 6):
-        judged(made, q_len=rows, kv_len=rows)
-        sizes.append(len(made._verdicts))
-    assert [1, 2, 3, 1, 2] == sizes
 
 
 def test_lines_are_made_once_a_shape_and_method() -> None:
