@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from functools import cache
 from types import MethodType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from attrs import fields, has
@@ -49,7 +49,9 @@ def content(plan: Plan, geometry: Geometry) -> tuple[Hashable, list[Tensor]] | N
         return None
 
 
-@cache
-def _names(kind: Hashable) -> tuple[str, ...]:
+def _given(kind: Any) -> tuple[str, ...]:
     """Names of all that an object of a class was made from."""
-    return tuple(one.name for one in fields(cast(Any, kind)) if one.init)
+    return tuple(one.name for one in fields(kind) if one.init)
+
+
+_names: Callable[[Any], tuple[str, ...]] = cache(_given)

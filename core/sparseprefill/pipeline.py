@@ -369,7 +369,8 @@ class Pipeline(Runner):
         found: list[Result] = []
         for first in range(0, len(calls), SHARE):
             some = slice(first, first + SHARE)
-            each = zip(calls[some], given[some], begun[some] or [None] * SHARE, strict=False)
+            plans: Sequence[Plan | None] = begun[some] or [None] * len(calls[some])
+            each = zip(calls[some], given[some], plans, strict=True)
             waiting = [self.begin(call, memory, plan) for call, memory, plan in each]
             made = iter(self.execute([one for one in waiting if isinstance(one, Planned)]))
             found += [self.finish(one, next(made)) if isinstance(one, Planned) else one for one in waiting]
