@@ -1,4 +1,4 @@
-"""What a plan is made of: its tensors, and all else that decides what is done with it."""
+"""Content of a plan: its tensors, and all else that decides what is done with it."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class Work:
 
 @define(eq=False)
 class Asking:
-    """What repeats the rest of calls whose first stages each layer asks. work: of the layer before. key: of recordings,
+    """Repetition of what follows the stages that each layer asks. work: of the layer before. key: of recordings,
     with that of the plans. slots: what it may run with. rest: what did it last, or why nothing repeats it."""
 
     work: Work
