@@ -101,7 +101,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         options |= latent if job.get("latent") else {"attention_backend": "CUSTOM"}
         gate = {} if "config" in job["sparse"] else {"gate": False}  # prompts here are too short to be worth a mask
         options["additional_config"] = {"sparseprefill": {**gate, **job["sparse"]}}
-        options["worker_extension_cls"] = "sparseprefill.adapters.vllm.worker.ReportExtension"
+        options.setdefault("worker_extension_cls", "sparseprefill.adapters.vllm.worker.ReportExtension")
     diary.SEEN.clear()
     diary.COPIES.clear()
     diary.LAUNCHES.clear()
@@ -134,12 +134,19 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         diary.SEEN.clear()
         rounds.append([replaced(llm, sampling, *job["replaced"])])
     metrics = {m.name: getattr(m, "value", None) for m in llm.get_metrics()}
-    report = llm.collective_rpc("sparseprefill_report")[0] if "sparse" in job else None
+    reports = llm.collective_rpc("sparseprefill_report") if "sparse" in job else [None]
     state = inside(llm) if "sparse" in job else None
     del llm
     gc.collect()
     cleanup_dist_env_and_memory()
-    found = {"rounds": rounds, "report": report, "metrics": metrics, "state": state, "warmed": warmed}
+    found = {
+        "rounds": rounds,
+        "report": reports[0],
+        "reports": reports,
+        "metrics": metrics,
+        "state": state,
+        "warmed": warmed,
+    }
     return {**found, "refusals": refusals}
 
 
