@@ -35,6 +35,7 @@ from lab.frontier.layers import check_plain
 from lab.frontier.points import Point, Reader
 from lab.turns.talk import layers_of
 from sparseprefill.call import AttentionCall
+from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.memory import Memory
 from sparseprefill.method import Method
 from sparseprefill.pipeline import Pipeline
@@ -142,6 +143,65 @@ class ByLayer(RowMaxEstimator):
 
 
 @frozen
+class Signs(RowMaxEstimator):
+    """Maxima of keys in one bit: the sign of each channel, times its mean size, about the channel's mean. After
+    self-indexing caches (arXiv 2603.14224, 2609.13205)."""
+
+    def kept(self, call: AttentionCall, *, apart: bool = False) -> Tensor:
+        """As rowmax's."""
+        mean = call.k.float().mean(2, keepdim=True)
+        off = call.k.float() - mean
+        k = mean + off.sign() * off.abs().mean(2, keepdim=True)
+        return super().kept(evolve(call, k=k.to(call.k.dtype)), apart=apart)
+
+
+@frozen
+class Radius(RowMaxEstimator):
+    """A column's mean key and so many of its radii in the place of its largest logit: ``q.mean + radii |q| r``, r the
+    root of its keys' mean squared distance from the mean. After RBS-Attention (arXiv 2609.20971), as far as it is told:
+    means choose, and the radius rescues."""
+
+    radii: float
+
+    def kept(self, call: AttentionCall, *, apart: bool = False) -> Tensor:
+        """As rowmax's: one channel more holds the radius, and the queries' length."""
+        width, count = self.config.column, call.k.shape[2]
+        k = torch.nn.functional.pad(call.k.float(), (0, 0, 0, -count % width)).unflatten(2, (-1, width))
+        real = (torch.arange(k.shape[2] * width, device=k.device) < count).view(-1, width, 1)
+        mean = (k * real).sum(3, keepdim=True) / real.sum(1, keepdim=True)
+        r = (((k - mean) * real).square().sum((3, 4), keepdim=True) / real.sum(1, keepdim=True)).sqrt()
+        column = torch.cat([mean, self.radii * r], -1).expand(-1, -1, -1, width, -1).flatten(2, 3)[:, :, :count]
+        q = torch.cat([call.q.float(), call.q.float().norm(dim=-1, keepdim=True)], -1)
+        k, v = column.contiguous(), call.v.float()
+        return super().kept(evolve(call, q=q, k=k, v=v, scale=call.softmax_scale), apart=apart)
+
+
+@frozen
+class Mixed:
+    """Corrector: columns of a smaller share than `times` asks for are computed in 8 bits, queries, keys and values of
+    each token rounded by its largest channel. After TileMix (arXiv 2608.17336)."""
+
+    estimator: RowMaxEstimator
+    times: float
+
+    def correct(self, call: AttentionCall, plan: Plan, result: Result, memory: Memory) -> Result:
+        """The result with them."""
+        executor, best = AutoExecutor(), RowMaxEstimator(evolve(self.estimator.config, times=self.times))
+        exact = best.estimate(call, memory).mask
+        rounded = {name: _in_8_bits(getattr(call, name)) for name in ("q", "k", "v")}
+        one = executor.execute(call, Plan(exact))
+        other = executor.execute(evolve(call, **rounded), Plan(plan.mask - exact))
+        part = torch.sigmoid(other.lse - one.lse)[..., None].nan_to_num()
+        out = one.out.float() * (1 - part) + other.out.float().nan_to_num() * part
+        return evolve(result, out=out.to(result.out.dtype))
+
+
+def _in_8_bits(x: Tensor) -> Tensor:
+    step = x.float().abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127
+    return ((x.float() / step).round() * step).to(x.dtype)
+
+
+@frozen
 class Sampled:
     """Corrector: some columns that were dropped enter the softmax once more, drawn by the largest share that a sampled
     row of the query tile gives them, each for as many as it stands for: importance sampling of what is lost.
@@ -204,6 +264,10 @@ def rules(layers: int) -> list[Candidate]:
         estimator = RowMaxEstimator(given.config)
         return Pipeline(estimator, name="sampled").with_corrector(Sampled(estimator, int(given.value)))
 
+    def mixed(given: Ruled) -> Pipeline:
+        estimator = RowMaxEstimator(given.config)
+        return Pipeline(estimator, name="mixed").with_corrector(Mixed(estimator, given.value))
+
     def built(make: Callable[[Ruled], RowMaxEstimator]) -> Callable[[Ruled], Pipeline]:
         return lambda given: Pipeline(make(given), name="ruled")
 
@@ -224,6 +288,12 @@ def rules(layers: int) -> list[Candidate]:
         ("early-layers", built(lambda x: ByLayer(x.config, x.value, layers)), 4.5, {"times": 2.0}),
         ("sampled", sampled, 8.0, {"times": 4.5}),
         ("sampled", sampled, 8.0, {}),
+        *[("signs", built(lambda x: Signs(x.config)), 0.0, {"times": times}) for times in (1.0, 2.0, 4.5)],
+        *[
+            ("radius", built(lambda x: Radius(x.config, x.value)), radii, {"times": times})
+            for radii, times in ((0.0, 1.0), (0.0, 0.3), (0.1, 2.0), (0.2, 3.0), (0.2, 6.0), (0.3, 6.0))
+        ],
+        ("mixed", mixed, 6.0, {"times": 3.0}),
     ]
     return [
         Candidate(
