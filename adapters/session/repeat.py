@@ -20,12 +20,12 @@ from attrs import define, evolve, field, frozen
 from torch import Tensor
 
 from sparseprefill.call import AttentionCall, over
+from sparseprefill.content import content
 from sparseprefill.memory import Memory
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan, Result
 from sparseprefill.stages import ALL_ROWS, REACH
 
-from .content import content
 from .ledger import Ran
 
 if TYPE_CHECKING:

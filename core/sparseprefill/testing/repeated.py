@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from importlib.util import find_spec
 from typing import Any
 
@@ -12,8 +12,10 @@ from torch import Tensor
 
 from sparseprefill import kernels
 from sparseprefill.call import AttentionCall
+from sparseprefill.content import content
 from sparseprefill.memory import Memory
 from sparseprefill.pipeline import Pipeline
+from sparseprefill.plan import Plan
 from sparseprefill.stages import ALL_ROWS, REACH
 from sparseprefill.testing.trial import BreachError, NotApplicableError, Trial, require
 
@@ -25,15 +27,17 @@ def repeated_is_plain(trial: Trial) -> None:
     The whole call where kernels serve; elsewhere, where executors read values, at least its plan, if that reads none.
     """
     pipeline, call = trial.pipeline, trial.call
-    if not pipeline.repeats:
-        raise NotApplicableError("a stage does not say that it repeats: no host records it")
+    if pipeline.asked is None:
+        raise NotApplicableError(
+            "the executor, or what comes after it, does not say that it repeats: nothing is recorded"
+        )
     if find_spec("triton") is None:
         raise NotApplicableError("nothing is recorded without Triton")
     if not pipeline.whole(call):
         raise NotApplicableError("the call runs in parts, which nobody records")
     least = call.kv_len + REACH + (0 if pipeline.tail >= ALL_ROWS else pipeline.tail)
     near, far = (evolve(call, prompt_lengths=least + more) for more in (0, 1 << 20))
-    pairs = [(call, call)] if isinstance(call.prompt_lengths, Tensor) or pipeline.repeats == "prompt" else [
+    pairs = [(call, call)] if isinstance(call.prompt_lengths, Tensor) or pipeline.repeats is not True else [
         (call, call), (near, far)
     ]  # fmt: skip
     for recorded, repeated in pairs:
@@ -48,15 +52,20 @@ def _repeats(pipeline: Pipeline, recorded: AttentionCall, repeated: AttentionCal
     for what, work in {"the call": _whole, "its plan": _planned}.items():
         memory, room = Memory(), 1 << 40
         first, slots = _with_slots(recorded, lambda x: x)
-        _, step = record(lambda: work(pipeline, first, memory, slots[0]), slots, room)  # noqa: B023 - called at once
+        begun, key, tensors = _begun(pipeline, first, memory)
+        _, step = record(lambda: work(pipeline, first, memory, slots[0], begun), [*slots, *tensors], room)  # noqa: B023 - at once
         if isinstance(step, str):
             if kernels.serve_device(recorded.q.device) and not step.startswith("the kernel "):
                 raise BreachError(f"a stage says that it repeats, but {what} cannot be recorded: {step}")
             reasons.append(f"{what}: {step}")
             continue
         second, wanted = _with_slots(repeated, _changed)
-        _, found = _with_slots(repeated, _changed)
-        expected, actual = work(pipeline, second, memory, wanted[0]), step.run(found, repeated.layer)
+        third, found = _with_slots(repeated, _changed)
+        begun, other, tensors = _begun(pipeline, third, memory)
+        if other != key or not step.slots.fit([*found, *tensors]):
+            raise NotApplicableError("the plans of the stages that are asked differ in more than their tensors' values")
+        actual = step.run([*found, *tensors], repeated.layer)
+        expected = work(pipeline, second, memory, wanted[0], _begun(pipeline, second, memory)[0])
         for i, (one, other) in enumerate(zip([*wanted, *expected], [*found, *actual], strict=True)):
             alike = (one == other) | (one.isnan() & other.isnan())
             name = "the output" if i == 0 else "an input" if i < len(wanted) else "what comes with the output"
@@ -70,19 +79,30 @@ def _repeats(pipeline: Pipeline, recorded: AttentionCall, repeated: AttentionCal
     raise NotApplicableError(f"nothing can be recorded here; {'; '.join(reasons)}: pass device='cuda'")
 
 
+def _begun(pipeline: Pipeline, call: AttentionCall, memory: Memory) -> tuple[Plan | None, Hashable, list[Tensor]]:
+    """The plan of the stages that do not repeat, as a host asks them: itself, all of it but its tensors, and those."""
+    if not pipeline.asked:
+        return None, None, []
+    plan = pipeline.ask(call, memory)
+    told = content(plan, call.geometry)
+    if told is None:
+        raise NotApplicableError("a stage does not say that it repeats, and makes its plan when it is read")
+    return plan, *told
+
+
 def _prompt(call: AttentionCall) -> str:
     return "any number of" if call.prompt_lengths is None else str(call.prompt_lengths)
 
 
-def _whole(pipeline: Pipeline, call: AttentionCall, memory: Memory, out: Tensor) -> list[Tensor]:
+def _whole(pipeline: Pipeline, call: AttentionCall, memory: Memory, out: Tensor, begun: Plan | None) -> list[Tensor]:
     """LSE, and the pairs that were computed and skipped; the output is in its place."""
-    result = pipeline.run_into(call, memory, out)
+    result = pipeline.run_into(call, memory, out, begun)
     counts = [one.pairs() for one in result.plan.computed()] if result.parts is None else [result.parts.pairs]
     return [result.lse, *counts, *([] if result.skipped is None else [result.skipped.pairs])]
 
 
-def _planned(pipeline: Pipeline, call: AttentionCall, memory: Memory, _: Tensor) -> list[Tensor]:
-    return [mask.to_dense() for mask in pipeline.plan(call, memory).computed()]
+def _planned(pipeline: Pipeline, call: AttentionCall, memory: Memory, _: Tensor, begun: Plan | None) -> list[Tensor]:
+    return [mask.to_dense() for mask in pipeline.plan(call, memory, begun).computed()]
 
 
 def _with_slots(call: AttentionCall, change: Callable[[Tensor], Tensor]) -> tuple[AttentionCall, list[Tensor]]:
