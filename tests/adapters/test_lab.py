@@ -14,7 +14,7 @@ from attrs import evolve
 from sparseprefill.plugins.rowmax import RowMaxConfig
 from typer.testing import CliRunner
 
-from lab import mixed, overhead, recall_cost, skip_share, wide
+from lab import long, mixed, overhead, recall_cost, skip_share, wide
 from lab.bench.case import parse_mask, random_mask
 from lab.bench.clock import Clock
 from lab.bench.shape import ModelShape
@@ -116,6 +116,28 @@ def test_wide_heads_are_held_against_plain_attention(tmp_path: Any) -> None:
     assert all(row["error"] < 1e-5 and 0 < row["milliseconds"] for row in rows)
     wrong = CliRunner().invoke(wide.app, [*words, "--size", "192"])
     assert "--size 192: write the head dimensions" in wrong.output
+
+
+def test_long_answers_behind_a_sparse_prefill(tmp_path: Any) -> None:
+    file = tmp_path / "long.json"
+    words = ["--tokens", "300", "--prompts", "1", "--greedy", "8", "--behind", "6", "--turns", "2", "--device", "cpu"]
+    streaming = ["--method", "streaming", *(f"--set=streaming.{name}=32" for name in ("sink", "window", "block"))]
+    shown = CliRunner().invoke(long.app, [*words, *streaming, "--method", "dense", "--json", str(file)])
+    assert shown.exit_code == 0, shown.output
+    rows = json.loads(file.read_text())["rows"]
+    assert [(row["method"], row["turn"]) for row in rows] == [
+        (name, turn) for name in ("stock", "streaming", "dense") for turn in range(2)
+    ]
+    for mine, other in zip(rows[:2], rows[4:], strict=True):
+        assert mine["truth"] == pytest.approx(other["truth"], abs=1e-4)
+        assert mine["own"] == pytest.approx(other["own"], abs=1e-4)
+        assert [mine[name] for name in ("alike", "loops", "names")] == [
+            other[name] for name in ("alike", "loops", "names")
+        ]
+    assert rows[2]["density"] < 1.0
+    assert [0.0, 0.25] == [long._loops([*range(40)]), long._loops([*range(24), *range(23)])]
+    wrong = CliRunner().invoke(long.app, ["--tokens", "9999999", "--prompts", "1", "--device", "cpu"])
+    assert "--tokens 9999999: 1 more of Python's packages would have to be that long; pass less" in wrong.output
 
 
 def test_a_prompt_in_two_steps(tmp_path: Any) -> None:
