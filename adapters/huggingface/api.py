@@ -151,27 +151,21 @@ def register(method: str | Pipeline | Route | None = None, **options: Any) -> No
 
     Raises UnknownMethodError or ParameterError for what `attach` would refuse, and says where the variable is at fault.
     """
-    if method is None and not options:
+    text = os.environ.get(VARIABLE, "").strip()
+    if text and method is None and not options:
         try:
-            method, options = given()
-            _check(method, options)
+            table = parsed(text, remedy="give the name of a method, or a table") if text[0] == "{" else {"method": text}
+            register(**{"method": None, "tail": TAIL, **table})
         except (ParameterError, UnknownMethodError) as error:
             raise type(error)(f"{VARIABLE} of the environment: {error}") from error
-    else:
-        _check(method, options)
+        return
+    if method is None and options.get("profile") is None:
+        method = DEFAULT
+    _check(method, options)
     _need_transformers()
     from .by_name import serve
 
     serve(method, options)
-
-
-def given() -> tuple[str | None, dict[str, Any]]:
-    """The method and the options that the environment variable asks for."""
-    text = os.environ.get(VARIABLE, "").strip() or DEFAULT
-    if not text.startswith("{"):
-        return text, {}
-    table = parsed(text)
-    return table.pop("method", None), table
 
 
 def _check(method: str | Pipeline | Route | None, options: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import Context
 from traceback import walk_stack
 from typing import Any
@@ -41,6 +41,8 @@ log = logging.getLogger(__name__)
 _lock = threading.RLock()  # held while a model is attached: another thread's forward of it waits
 _known: WeakIdKeyDictionary = WeakIdKeyDictionary()  # decoder -> (wish, handle)
 _wish: Wish | None = None
+TOLD: list[Callable[[Handle], object]] = []
+"""Called with each handle that is new."""
 
 
 @frozen(eq=False)
@@ -117,7 +119,7 @@ def _attached(config: Any) -> str:
 def _attach(outer: PreTrainedModel, decoder: PreTrainedModel, wish: Wish) -> None:
     """Attach, or attach again by the handle that it had. A model that cannot be attached keeps the name."""
     named = settle(outer)
-    before, handle = _known[decoder] if decoder in _known else (None, None)
+    before, handle = _known[decoder] if decoder in _known else (None, None)  # noqa: SIM401 - as above
     try:
         if handle is not None and before is wish:
             handle.detach()
@@ -127,13 +129,23 @@ def _attach(outer: PreTrainedModel, decoder: PreTrainedModel, wish: Wish) -> Non
                 handle.detach()
             # In a context of its own: what records a forward's outputs must not see the dry run's.
             handle = Context().run(attach, outer, wish.method, **wish.options)
-    except BaseException:
+            for told in TOLD:
+                told(handle)
+    except BaseException as error:
         for config in named:
             config._attn_implementation_internal = DOOR
+        if isinstance(error, AttachError):
+            raise AttachError(
+                f"{error} (by the name {DOOR!r}: choose another attn_implementation, such as 'sdpa')"
+            ) from error
         raise
     handle.named = True
     _known[decoder] = wish, handle
-    log.info("%s: %s is attached, by the name of its attention implementation", handle.session.route.name, type(outer).__name__)
+    log.info(
+        "%s: %s is attached, by the name of its attention implementation",
+        handle.session.route.name,
+        type(outer).__name__,
+    )
 
 
 def _outermost(config: Any) -> PreTrainedModel | None:

@@ -160,7 +160,7 @@ class Attachment:
     switch: Switch | None = field(default=None, init=False)
     hooks: list[Any] = field(factory=list, init=False)
     named: bool = field(default=False, init=False)
-    requests: Requests = field(factory=lambda: Requests(), init=False)
+    requests: Requests = field(factory=lambda: Requests(), init=False)  # noqa: PLW0108 - it comes below
     _told: Kinds = field(factory=Kinds, init=False)
     _forwards: set[Forward] = field(factory=set, init=False)
 
@@ -311,8 +311,8 @@ class Forward:
     prompt before them. end: tokens of that prompt in the cache when it has ended; None where its inputs do not tell.
     read: how many last rows are read; None for all. known: what a layer of a kind came to. foreign: what is
     not transformers' own in the attention function of a class of modules. seen: layers that called the attention
-    function. over: it has ended. late: it began before the decoder was hooked, so nothing may tell of its end. frame: the `id` of its frame on the stack, which is there until it ends; 0 where there
-    was none, as in a graph.
+    function. over: it has ended. late: it began before the decoder was hooked, so nothing may tell of its end.
+    frame: the `id` of its frame on the stack, which is there until it ends; 0 where there was none, as in a graph.
     """
 
     owner: Attachment
