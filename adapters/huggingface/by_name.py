@@ -29,7 +29,7 @@ from .attention import Outputs, layer_of
 from .compiling import eagerly, refuse_one_graph
 from .handle import Handle
 from .hooks import open_late
-from .inspection import find_decoder
+from .inspection import HOME, find_decoder
 from .state import Original, current
 from .switch import DOOR, settle
 
@@ -149,9 +149,15 @@ def _attach(outer: PreTrainedModel, decoder: PreTrainedModel, wish: Wish) -> Non
 
 
 def _outermost(config: Any) -> PreTrainedModel | None:
-    """The model on this thread's stack that runs with a configuration, or the outermost that holds it."""
+    """The model on this thread's stack that runs with a configuration, or the outermost that holds it.
+
+    Looks at frames of models and of transformers alone: what is looked at keeps its variables alive until it ends.
+    """
     found: PreTrainedModel | None = None
     for frame, _ in walk_stack(sys._getframe()):
+        theirs = str(frame.f_globals.get("__name__", "")).startswith(HOME)
+        if not theirs and frame.f_code.co_name not in ("forward", "_call_impl"):
+            continue
         owner = frame.f_locals.get("self")
         if not isinstance(owner, PreTrainedModel) or owner is found:
             continue

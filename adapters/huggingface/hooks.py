@@ -85,12 +85,12 @@ def open_late(attached: Attachment, decoder: torch.nn.Module) -> None:
     """
     made: dict[str, Any] = {}
     for frame, _ in walk_stack(sys._getframe()):
-        name, known = frame.f_code.co_name, frame.f_locals
-        if known.get("self") is not decoder:
+        name = frame.f_code.co_name
+        if name not in ("forward", "_call_impl") or (known := frame.f_locals).get("self") is not decoder:
             continue
         if name == "forward" and not made:  # it has made a cache by now, where it was given none
             made = {key: cache for key in CACHE if (cache := known.get(key)) is not None}
-        elif name == "_call_impl":
+        if name == "_call_impl":
             Around(tuple(inspect.signature(decoder.forward).parameters), attached)(
                 decoder, known["args"], {**known["kwargs"], **made}
             )

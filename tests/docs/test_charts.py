@@ -50,7 +50,7 @@ def test_the_real_models_figures_are_in_readme_and_on_each_methods_page(charts: 
     assert f"keeps {row.copies}" not in changed
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert "| 12.3 % |" in charts.with_rows(readme, [*charts.real_rows(tokens), other])
-    with pytest.raises(ValueError, match=r"has none in real-models\.md"):
+    with pytest.raises(ValueError, match=r"has none in real-models-each\.md"):
         charts.with_rows(readme, [row])
 
 

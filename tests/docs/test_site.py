@@ -50,6 +50,14 @@ def test_every_page_is_in_the_navigation_once() -> None:
     assert Counter(there) == Counter(paths(SITE["nav"]))
 
 
+def test_the_menu_has_at_most_25_lines() -> None:
+    """Its titles, and the pages of the one section that is open."""
+    assert "navigation.sections" not in SITE["theme"]["features"]
+    sections = [list(paths(list(one.values())[0])) for one in SITE["nav"] if isinstance(one, dict)]
+    assert len(SITE["nav"]) + max(map(len, sections)) <= 25
+    assert "write-a-plugin.md" in SITE["nav"]  # which opens itself
+
+
 def test_a_title_in_the_menu_opens_nothing() -> None:
     """With `navigation.indexes` it opens the section's first README, wherever that stands."""
     assert "navigation.indexes" not in SITE["theme"]["features"]
