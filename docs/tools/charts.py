@@ -64,8 +64,8 @@ class Row(NamedTuple):
 
 
 class Real(NamedTuple):
-    """One method at one setting on a real model, as docs/real-models-each.md has it. marked: its row is in bold. texts: that
-    it was measured on."""
+    """One method at one setting on a real model, as docs/real-models-each.md has it. marked: its row is in bold. texts:
+    that it was measured on."""
 
     method: str
     setting: str
