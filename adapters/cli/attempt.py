@@ -202,7 +202,7 @@ def try_(
 
 @frozen(eq=False)
 class Expected:
-    """What the break-even table of the device expects of a model's heads; nothing without a table."""
+    """Expectations of the device's break-even table for a model's heads; none without a table."""
 
     table: BreakEven | None
     shape: HeadShape | None
@@ -210,7 +210,7 @@ class Expected:
 
     @classmethod
     def of(cls, place: Place, model: ModelIdentity) -> Expected:
-        """What is known of a model there."""
+        """The expectations for a model at a place."""
         from sparseprefill.breakeven.gate import AutoGate, gate_of
         from sparseprefill.breakeven.points import Sizes, nearest
 
@@ -379,7 +379,7 @@ class Verdict:
         return [*said, f"Keep the model's own {below}." if self.every_key else f"Stay dense {below}."]
 
     def _longer(self, trial: Trial) -> str:
-        """What to try next, where a setting keeps enough and is no faster."""
+        """A next length to try, where a setting keeps enough and is no faster."""
         name, tokens = trial.candidate.name, self.found.tokens
         least = None if self.expected is None else self.expected.least(name)
         more = 2 * tokens

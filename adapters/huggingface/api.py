@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable
 from contextlib import nullcontext
 from difflib import get_close_matches
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -165,7 +166,7 @@ def register(method: str | Pipeline | Route | None = None, **options: Any) -> No
     _need_transformers()
     from .by_name import serve
 
-    serve(method, options)
+    serve(partial(attach, method=method, **options))
 
 
 def _check(method: str | Pipeline | Route | None, options: dict[str, Any]) -> None:

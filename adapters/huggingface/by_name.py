@@ -11,20 +11,18 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextvars import Context
 from traceback import walk_stack
 from typing import Any
 
 import torch
-from attrs import frozen
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from sparseprefill.errors import AttachError
 
-from .api import attach
 from .attention import Outputs, layer_of
 from .compiling import eagerly, refuse_one_graph
 from .handle import Handle
@@ -37,6 +35,8 @@ LOST = (
     f"attn_implementation is {DOOR!r}, but what runs under it is no part of a transformers model that is called as a "
     "whole: load it with 'sdpa' and call sparseprefill.adapters.huggingface.attach(model, 'rowmax')"
 )
+Wish = Callable[[PreTrainedModel], Handle]
+"""A function that attaches a model."""
 log = logging.getLogger(__name__)
 _lock = threading.RLock()  # held while a model is attached: another thread's forward of it waits
 _known: WeakIdKeyDictionary = WeakIdKeyDictionary()  # decoder -> (wish, handle)
@@ -45,18 +45,10 @@ TOLD: list[Callable[[Handle], object]] = []
 """Called with each handle that is new."""
 
 
-@frozen(eq=False)
-class Wish:
-    """What a model under the name is attached by: arguments of `attach`."""
-
-    method: Any
-    options: Mapping[str, Any]
-
-
-def serve(method: Any, options: Mapping[str, Any]) -> None:
-    """Register the name; models whose first forward under it comes later are attached by this."""
+def serve(wish: Wish) -> None:
+    """Register the name; models whose first forward under it comes later are attached by `wish`."""
     global _wish
-    _wish = Wish(method, dict(options))
+    _wish = wish
     AttentionInterface.register(DOOR, attention)
     AttentionMaskInterface.register(DOOR, mask)
 
@@ -128,7 +120,7 @@ def _attach(outer: PreTrainedModel, decoder: PreTrainedModel, wish: Wish) -> Non
             if handle is not None:
                 handle.detach()
             # In a context of its own: what records a forward's outputs must not see the dry run's.
-            handle = Context().run(attach, outer, wish.method, **wish.options)
+            handle = Context().run(wish, outer)
             for told in TOLD:
                 told(handle)
     except BaseException as error:

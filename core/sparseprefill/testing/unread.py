@@ -37,7 +37,7 @@ def _read(method: Method, given: Mapping[str, Any]) -> set[str]:
     def look(config: Any, name: str) -> Any:
         if made:
             seen.add(name)
-        return own.__getattribute__(config, name)
+        return object.__getattribute__(config, name)
 
     plain = method.configure(given)
     watched = type(own.__name__, (own,), {"__getattribute__": look, "__module__": own.__module__})
