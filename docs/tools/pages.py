@@ -44,6 +44,7 @@ NAME, TEXT = 20, 40
 """Up to so many characters a row's first cell is a name, and stays in one line; beyond so many any cell is text, for
 which phones make room.
 """
+PICTURE = re.compile(r'<img [^>]*src="(?P<path>[^"]+\.png)"[^>]*>')
 SECTIONS = 5
 """From so many sections on, a page begins with the list of them on a phone."""
 INVENTORIES = (
@@ -126,6 +127,7 @@ def on_page_content(html: str, page: Page, **_: object) -> str:
         kind = ' class="text"' if long > TEXT else ' class="name"' if cell["first"] and long <= NAME else ""
         return f"{cell['first'] or ''}<td{cell['how']}{kind}>{text}</td>"
 
+    html = PICTURE.sub(r'<a href="\g<path>">\g<0></a>', html)  # on a phone it opens in full
     sections = [part for title in page.toc.items for part in title.children]
     if len(sections) >= SECTIONS:
         listed = "".join(f'<li><a href="{part.url}">{part.title}</a></li>' for part in sections)
