@@ -205,6 +205,8 @@ def _short(attached: Attachment, module: torch.nn.Module, named: dict[str, Any])
     if module is not attached.decoder or not attached.serves:
         return
     attached.session.count_short()
+    if (before := current(attached)) is not None and before.late:
+        attached.lose(before)  # it has ended, and would hold its cache
     cache = cache_of(named)
     if cache is not None:
         attached.requests.drop(cache)

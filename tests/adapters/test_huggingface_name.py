@@ -206,6 +206,30 @@ def test_models_are_let_go(model: Any) -> None:
     assert before > len(by_name._known)
 
 
+def test_caches_are_let_go(model: Any) -> None:
+    given = named(model)
+    found = generated(given, return_dict_in_generate=True)
+    gone = weakref.ref(found.past_key_values)
+    del found
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_training_is_the_stock_models(model: Any, checkpointing: bool) -> None:
+    given, found = named(model), []
+    for one in (model, given):
+        one.train()
+        if checkpointing:
+            one.gradient_checkpointing_enable()
+        one(IDS, labels=IDS).loss.backward()
+        found.append([weights.grad for weights in one.parameters()])
+        one.eval()
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    logits(given)
+    assert 1 == report(given).layers[0].sparse_calls
+
+
 def test_a_model_that_cannot_be_attached_says_so_every_time() -> None:
     sizes: dict[str, Any] = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = transformers.BertModel(transformers.BertConfig(**sizes, intermediate_size=32)).eval()
