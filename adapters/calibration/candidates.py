@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain, product, zip_longest
 from operator import attrgetter
 from typing import Any
@@ -80,17 +80,19 @@ def candidates(
     methods: Iterable[Method],
     fixed: Mapping[str, Mapping[str, Any]] | None = None,
     values: Mapping[str, Mapping[str, Sequence[Any]]] | None = None,
+    last: Collection[str] = (),
 ) -> list[Candidate]:
     """The settings of several methods in the order in which to try them, should the time not suffice for all.
 
-    The methods take turns, those of `PROMISING` first. Each begins with its defaults, and goes on through its search
-    space in an order that is shuffled, the same every time; one without a search space has its defaults alone. fixed:
-    parameters by method that each setting has. values: by method, as of `settings`.
+    The methods take turns, those of `PROMISING` first and those of `last` behind all others. Each begins with its
+    defaults, and goes on through its search space in an order that is shuffled, the same every time; one without a
+    search space has its defaults alone. fixed: parameters by method that each setting has. values: by method, as of
+    `settings`.
     """
     rng = random.Random(0)
     columns = []
     places = {name: place for place, name in enumerate(PROMISING)}
-    for method in sorted(methods, key=lambda one: places.get(one.name, len(places))):
+    for method in sorted(methods, key=lambda one: (one.name in last, places.get(one.name, len(places)))):
         given, tried = dict((fixed or {}).get(method.name, {})), (values or {}).get(method.name, {})
         method.configure(given)
         searched = {*method.search, *tried} - set(given)

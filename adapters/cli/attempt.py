@@ -24,6 +24,9 @@ from .fit import COPIES, LEAST
 from .group import CommandError, Stop, check_writable
 
 if TYPE_CHECKING:
+    from sparseprefill.breakeven.points import HeadShape, Sizes
+    from sparseprefill.breakeven.table import BreakEven
+    from sparseprefill.profiles.identity import ModelIdentity
     from sparseprefill.registry import Registry
 
     from ..calibration.fit import ModelReadings
@@ -32,7 +35,7 @@ if TYPE_CHECKING:
     from ..evaluation.prompts import Prompt, Text
     from .progress import Bars
     from .searched import Run
-    from .setup import Source
+    from .setup import Place, Source
 
 KL = 0.02
 """Mean KL(dense || sparse) that a setting may have, in nats, unless told otherwise."""
@@ -40,7 +43,6 @@ LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
 """Tokens of the texts, the longest that the time suffices for, unless told otherwise."""
 TEXTS = 4
 """Texts that are read, at most."""
-LONGER = "Longer prompts may gain: pass --tokens."
 READING = 3
 """Prefills that one reading of a text with a method costs, about: it is measured, and a continuation follows."""
 AGAIN = 10
@@ -154,7 +156,10 @@ def try_(
         if every is not None and every.error:
             left_out[options.DENSE] = f"it failed, so that what windows gain by themselves is not known: {every.error}"
             every = None
-        searcher = Searcher(length, candidates(methods), readings, target, "seconds", until=began + SEARCH * seconds)
+        pays = Expected.of(place, identity)
+        last = [one.name for one in methods if not pays.at(one.name, length)] if place.kind == "cpu" else []
+        tried = candidates(methods, last=last)
+        searcher = Searcher(length, tried, readings, target, "seconds", until=began + SEARCH * seconds)
         told: set[str] = set()
         with Stop() as stop:
             progress = shown.settings(f"{length:,} tokens")
@@ -181,7 +186,7 @@ def try_(
         run.searches += [found] if found.chosen is not None else []
     passed = time.monotonic() - began
     doubt = starved(time.process_time() - spent, passed) if place.kind == "cpu" else ""
-    result = Verdict(run, found, tuple(times), passed, doubt, whole)
+    result = Verdict(run, found, tuple(times), passed, doubt, whole, pays, longest)
     if result.gains:
         run.dense_below = result.below or 0
         run.write()
@@ -196,11 +201,48 @@ def try_(
 
 
 @frozen(eq=False)
+class Expected:
+    """Expectations of the device's break-even table for a model's heads; none without a table."""
+
+    table: BreakEven | None
+    shape: HeadShape | None
+    sizes: Callable[[int], Sizes]
+
+    @classmethod
+    def of(cls, place: Place, model: ModelIdentity) -> Expected:
+        """The expectations for a model at a place."""
+        from sparseprefill.breakeven.gate import AutoGate, gate_of
+        from sparseprefill.breakeven.points import Sizes, nearest
+
+        def sizes(tokens: int) -> Sizes:
+            heads = {"heads": model.heads, "kv_heads": model.kv_heads, "head_dim": model.head_dim}
+            return Sizes(**heads, dtype=place.dtype_name, queries=tokens, keys=tokens)
+
+        gate = gate_of("auto")
+        table = gate.table(place.device) if isinstance(gate, AutoGate) else None
+        return cls(table, None if table is None else nearest(table.shapes, sizes(LEAST)), sizes)
+
+    def at(self, method: str, tokens: int) -> bool:
+        """True if the method was measured, and is expected to gain at this length; also where there is no table."""
+        if self.table is None or self.shape is None:
+            return True
+        ratio = self.table.ratio(method, self.sizes(tokens)) if self.shape.knows(method) else None
+        return ratio is not None and ratio < 1.0
+
+    def least(self, method: str) -> int | None:
+        """Tokens from which on the method is expected to gain; None where that is not known."""
+        if self.table is None or self.shape is None or not self.shape.knows(method):
+            return None
+        return self.table.length(method, self.shape)
+
+
+@frozen(eq=False)
 class Verdict:
     """Advice for a model. found: of the search. times: of what it chose, longest first; none where it chose none.
 
     seconds: that all of it took. doubt: about its times, by the processors that it had. windows: times of every key by
-    this library, of a model whose layers have sliding windows, some or all.
+    this library, of a model whose layers have sliding windows, some or all. expected: by the device's break-even table.
+    longest: tokens of the longest text that there is, and that the model reads.
     """
 
     run: Run
@@ -209,6 +251,8 @@ class Verdict:
     seconds: float
     doubt: str = ""
     windows: SideBySide | None = None
+    expected: Expected | None = None
+    longest: int | None = None
 
     @property
     def every_key(self) -> bool:
@@ -305,7 +349,7 @@ class Verdict:
                 return [
                     f"Stay dense up to {tokens:,} tokens: {named(enough)} keeps enough ({_kept(enough)}), but a "
                     f"prefill takes {enough.cost('seconds'):.2f} s, and {dense:.2f} s dense.",
-                    LONGER,
+                    self._longer(enough),
                 ]
             made = [f"Stay dense: {self.found.reason}."]
             if near is not None:
@@ -322,7 +366,7 @@ class Verdict:
             return [
                 f"Stay dense up to {tokens:,} tokens: {name} keeps enough ({kept}), but its whole prefill is {speed} "
                 f"({times}).",
-                LONGER,
+                self._longer(chosen),
             ]
         said = [f"Take {name}. {kept[:1].upper()}{kept[1:]}.", f"Its whole prefill is {speed} ({times})."]
         if self.every_key:
@@ -333,6 +377,20 @@ class Verdict:
         why = "shorter ones were not timed" if slower is None else f"{slower.speed_up:.2f} times at {slower.tokens:,}"
         below = f"below {self.below:,} tokens ({why}); the profile does"
         return [*said, f"Keep the model's own {below}." if self.every_key else f"Stay dense {below}."]
+
+    def _longer(self, trial: Trial) -> str:
+        """A next length to try, where a setting keeps enough and is no faster."""
+        name, tokens = trial.candidate.name, self.found.tokens
+        least = None if self.expected is None else self.expected.least(name)
+        more = 2 * tokens
+        while least is not None and more < least:
+            more *= 2
+        if self.longest is not None and more > self.longest:
+            return f"Its longest text has {self.longest:,} tokens, so nothing is left to try."
+        known = (
+            "" if least is None or least <= tokens else f" (by the device's break-even table {name} from {least:,} on)"
+        )
+        return f"Longer prompts may gain{known}: pass --tokens {more}."
 
     def _doubts(self) -> list[str]:
         from ..evaluation.outcome import Summary, unsteady

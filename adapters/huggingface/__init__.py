@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .api import attach, detach
+from .api import attach, detach, handle_of, register
 
-__all__ = ["attach", "detach"]
+__all__ = ["attach", "detach", "handle_of", "register"]

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable
 from contextlib import nullcontext
 from difflib import get_close_matches
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from attrs import fields
+
 from sparseprefill.breakeven.gate import AUTO, GateChoice
-from sparseprefill.errors import AttachError, ParameterError, extra, printed
+from sparseprefill.errors import AttachError, ParameterError, UnknownMethodError, extra, printed
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.profiles.profile import Profile
 from sparseprefill.refiners.recall import Recall
 from sparseprefill.registry import default_registry
 from sparseprefill.route import Route, gated
+from sparseprefill.structure import parsed
 
 from ..session.defaults import MIN_QUERY, TAIL
 from ..session.options import HostOptions
@@ -29,6 +34,8 @@ if TYPE_CHECKING:
 
     from .handle import Handle
 
+VARIABLE = "SPARSEPREFILL"
+DEFAULT = "rowmax"
 log = logging.getLogger(__name__)
 
 
@@ -100,6 +107,29 @@ def attach(
         strict_recall=strict_recall,
         skip_unread=skip_unread,
     )
+    session = _session(method, options, observe, profile, gate, recall, parameters)
+    decoder = _decoder_of(model)
+    from .handle import replacing
+    from .inspection import check
+    from .switch import STAR, attaching, settle
+    from .versions import warn_of_untested
+
+    warn_of_untested()
+    with replacing(decoder) if replace else nullcontext(), attaching(decoder):
+        check(decoder, STAR)
+        settle(model)
+        return _bound(model, decoder, session, verify=verify, skip_unread=skip_unread)
+
+
+def _session(
+    method: str | Pipeline | Route | None,
+    options: HostOptions,
+    observe: Observe | None,
+    profile: str | Path | Profile | None,
+    gate: GateChoice,
+    recall: Recall,
+    parameters: dict[str, Any],
+) -> Session:
     profile = None if profile is None else Profile.load(profile)
     try:
         given = Route.of(_pipeline(method, profile, parameters)).with_recall(recall)
@@ -107,18 +137,76 @@ def attach(
         raise _with_options(error, parameters) from error.__cause__
     # A route's own gate goes before "auto"; any other choice goes before a route's own.
     route = given if gate == AUTO and given.gate is not None else Route.of(gated(given, gate))
-    session = Session(route, options, observe=observe)
-    _need_transformers()
-    from .handle import replacing
-    from .inspection import check, find_decoder
-    from .switch import STAR, attaching
-    from .versions import warn_of_untested
+    return Session(route, options, observe=observe)
 
-    warn_of_untested()
+
+def register(method: str | Pipeline | Route | None = None, **options: Any) -> None:
+    """Let models be attached by the name of their attention implementation: ``attn_implementation="sparseprefill"``.
+
+    A model under that name is attached as its first forward begins, as by ``attach(model, method, **options)``. Its
+    handle is ``handle_of(model)``; ``model.set_attn_implementation("sdpa")`` detaches it.
+
+    method, options: arguments of `attach`. Without any, those of the environment variable SPARSEPREFILL: the name of a
+    method, or a table in JSON such as ``{"method": "rowmax", "tail": 64}``; without that, rowmax at its defaults.
+    Another call changes what models get whose first forward, or whose next choice of the name, comes later.
+
+    Raises UnknownMethodError or ParameterError for what `attach` would refuse, and says where the variable is at fault.
+    """
+    text = os.environ.get(VARIABLE, "").strip()
+    if text and method is None and not options:
+        try:
+            table = parsed(text, remedy="give the name of a method, or a table") if text[0] == "{" else {"method": text}
+            register(**{"method": None, "tail": TAIL, **table})
+        except (ParameterError, UnknownMethodError) as error:
+            raise type(error)(f"{VARIABLE} of the environment: {error}") from error
+        return
+    if method is None and options.get("profile") is None:
+        method = DEFAULT
+    _check(method, options)
+    _need_transformers()
+    from .by_name import serve
+
+    serve(partial(attach, method=method, **options))
+
+
+def _check(method: str | Pipeline | Route | None, options: dict[str, Any]) -> None:
+    """Raise what `attach` would for its arguments, whatever the model."""
+    try:
+        bound = signature(attach).bind(None, method, **options)
+    except TypeError as error:
+        raise ParameterError(f"options are {printed(sorted(options))}: pass arguments of attach ({error})") from error
+    bound.apply_defaults()
+    found = bound.arguments
+    for name in ("verify", "replace"):
+        check_flag(name, found[name])
+    names = [one.name for one in fields(HostOptions)]
+    rest = {name: found[name] for name in ("observe", "profile", "gate", "recall", "parameters")}
+    _session(method, HostOptions(**{name: found[name] for name in names}), **rest)
+
+
+def handle_of(model: torch.nn.Module) -> Handle | None:
+    """The handle by which a model is attached, or was by the name of its implementation; None without one.
+
+    Raises AttachError for what is no model that could be attached; ImportError without transformers.
+    """
+    decoder = _decoder_of(model)
+    from .by_name import handle_by_name
+    from .handle import handles_of
+
+    return next(reversed(handles_of(decoder)), None) or handle_by_name(decoder)
+
+
+def _decoder_of(model: torch.nn.Module) -> PreTrainedModel:
+    """The model's decoder; one that was attached by a name, and has got another, is detached first."""
+    _need_transformers()
+    from .handle import handles_of
+    from .inspection import find_decoder
+
     decoder = find_decoder(model)
-    with replacing(decoder) if replace else nullcontext(), attaching(decoder):
-        check(decoder, STAR)
-        return _bound(model, decoder, session, verify=verify, skip_unread=skip_unread)
+    for one in handles_of(decoder):
+        if one.overruled:
+            one.detach()
+    return decoder
 
 
 def _with_options(error: ParameterError, parameters: Iterable[str]) -> ParameterError:
@@ -137,11 +225,10 @@ def detach(model: torch.nn.Module) -> Handle | None:
     Returns the handle, whose report can still be read, or None if the model is not attached. Raises AttachError for
     what is no model that could be; ImportError without transformers.
     """
-    _need_transformers()
+    decoder = _decoder_of(model)
     from .handle import handles_of
-    from .inspection import find_decoder
 
-    found = handles_of(find_decoder(model))
+    found = handles_of(decoder)
     for handle in found:
         handle.detach()
     return found[-1] if found else None

@@ -23,7 +23,7 @@ from ..session.session import Fallback
 from .compiling import eagerly, refuse_one_graph, surroundings, unusual
 from .inspection import foreign
 from .masks import CUSTOM, Compact, LazyMask, Order, classify, stock
-from .state import Attachment, Forward, Original, adopt, is_stock, owner_of, serving, sharing
+from .state import Attachment, Forward, Original, adopt, is_stock, owner_of, past_length, serving, sharing
 from .switch import LOCK, name_of
 
 OUTSIDE = (
@@ -176,6 +176,9 @@ def _output(
             session.decline(layer, OUTSIDE, shape)
         return None
     forward.seen.add(layer)
+    if forward.late and forward.dense is None and forward.cache is not None:
+        end = past_length(forward.cache) if forward.end is None else forward.end
+        attached.requests.keep(forward.cache, forward.prefill, end)
     reason = forward.dense or _objection(attached.original, forward, module, query, key, value, mask, kwargs)
     if reason is not None:
         if reason != NOT_CAUSAL or not session.cross(layer):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import sys
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -13,8 +15,8 @@ from ..session.session import Prefill
 from .attention import GRADIENT, TRAINING, WEIGHTS
 from .compiling import EXPORT, eagerly, refuse_one_graph, surroundings
 from .drafts import drafted
-from .inspection import asks, cache_of
-from .state import Attachment, Forward, Requests, is_steady, owner_of, past_length
+from .inspection import CACHE, asks, cache_of
+from .state import Attachment, Forward, current, is_steady, owner_of, past_length
 
 UNREACHED = (
     "did not reach the method in a forward in which others did: its module was replaced by one with a configuration or "
@@ -44,8 +46,6 @@ class Around:
 
     names: tuple[str, ...]
     attached: Attachment
-    requests: Requests
-    min_query: int
     over: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Idle:
@@ -58,25 +58,46 @@ class Around:
         """Open or close the forward."""
         named = _named(self.names, args, kwargs)
         most = _most_rows(named)
-        if most is None or most >= self.min_query:
+        if most is None or most >= self.attached.session.min_query:
             if torch.compiler.is_dynamo_compiling():
                 refuse_one_graph()
             if self.over:
-                _close(self.attached, self.requests, module, *output)
+                _close(self.attached, module, *output)
             else:
-                _open(self.attached, self.requests, module, named)
+                _open(self.attached, module, named)
         elif not self.over and not torch.compiler.is_compiling():
-            _short(self.attached, self.requests, module, named)
+            _short(self.attached, module, named)
 
 
 def install(attached: Attachment, decoder: torch.nn.Module) -> list[Any]:
     """Hook the decoder; returns what removes the hooks."""
-    names, requests = tuple(inspect.signature(decoder.forward).parameters), Requests()
-    given = (names, attached, requests, attached.session.min_query)
+    names = tuple(inspect.signature(decoder.forward).parameters)
     return [
-        decoder.register_forward_pre_hook(Around(*given), with_kwargs=True),
-        decoder.register_forward_hook(Around(*given, over=True), with_kwargs=True, always_call=True),
+        decoder.register_forward_pre_hook(Around(names, attached), with_kwargs=True),
+        decoder.register_forward_hook(Around(names, attached, over=True), with_kwargs=True, always_call=True),
     ]
+
+
+def open_late(attached: Attachment, decoder: torch.nn.Module) -> None:
+    """Open the forward of a decoder that began before it was hooked, if one is on this thread's stack.
+
+    No hook closes it, if it has none from before: so each layer's attention keeps what its chunks go on with.
+    """
+    made: dict[str, Any] = {}
+    for frame, _ in walk_stack(sys._getframe()):
+        name = frame.f_code.co_name
+        if name not in ("forward", "_call_impl") or (known := frame.f_locals).get("self") is not decoder:
+            continue
+        if name == "forward" and not made:  # it has made a cache by now, where it was given none
+            made = {key: cache for key in CACHE if (cache := known.get(key)) is not None}
+        if name == "_call_impl":
+            Around(tuple(inspect.signature(decoder.forward).parameters), attached)(
+                decoder, known["args"], {**known["kwargs"], **made}
+            )
+            break
+    forward = current(attached)
+    if forward is not None:
+        forward.late = True
 
 
 def _sizes(named: dict[str, Any]) -> tuple[int, ...]:
@@ -101,7 +122,7 @@ def _named(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 @eagerly
-def _open(attached: Attachment, requests: Requests, module: torch.nn.Module, named: dict[str, Any]) -> None:
+def _open(attached: Attachment, module: torch.nn.Module, named: dict[str, Any]) -> None:
     if module is not attached.decoder:  # the hook of a shallow copy
         return
     if not attached.serves or _overruled(attached, module):
@@ -118,9 +139,9 @@ def _open(attached: Attachment, requests: Requests, module: torch.nn.Module, nam
         attached.session.note(DRAFT)
         attached.enter(Forward(attached, NOWHERE, stock=True))
         if cache is not None:
-            requests.drop(cache)
+            attached.requests.drop(cache)
         return
-    prefill, goes_on = requests.advance(cache, past)
+    prefill, goes_on = attached.requests.advance(cache, past)
     prefix = prefill.memory.prefix
     prefix.steady = is_steady(cache)
     if not prefix.steady:
@@ -138,7 +159,7 @@ def _open(attached: Attachment, requests: Requests, module: torch.nn.Module, nam
 
 
 @eagerly
-def _close(attached: Attachment, requests: Requests, module: torch.nn.Module, output: Any) -> None:
+def _close(attached: Attachment, module: torch.nn.Module, output: Any) -> None:
     if module is not attached.decoder:
         return
     forward = attached.leave()
@@ -152,9 +173,9 @@ def _close(attached: Attachment, requests: Requests, module: torch.nn.Module, ou
     if cache is None:
         return
     if forward.dense is None:
-        requests.keep(cache, forward.prefill, past_length(cache) if forward.end is None else forward.end)
+        attached.requests.keep(cache, forward.prefill, past_length(cache) if forward.end is None else forward.end)
     else:
-        requests.drop(cache)
+        attached.requests.drop(cache)
 
 
 def _tell_missing(attached: Attachment, seen: set[int]) -> None:
@@ -180,20 +201,26 @@ def _made(output: Any) -> Any:
 
 
 @eagerly
-def _short(attached: Attachment, requests: Requests, module: torch.nn.Module, named: dict[str, Any]) -> None:
+def _short(attached: Attachment, module: torch.nn.Module, named: dict[str, Any]) -> None:
     if module is not attached.decoder or not attached.serves:
         return
     attached.session.count_short()
+    if (before := current(attached)) is not None and before.late:
+        attached.lose(before)  # it has ended, and would hold its cache
     cache = cache_of(named)
     if cache is not None:
-        requests.drop(cache)
+        attached.requests.drop(cache)
 
 
 def _overruled(attached: Attachment, decoder: Any) -> bool:
-    """True if somebody set another implementation meanwhile. That choice stands, and is noted."""
+    """True if somebody set another implementation meanwhile. That choice stands, and is noted where the model was
+    attached by `attach`; one that a name attached is detached by it."""
     name = decoder.config._attn_implementation
     if name == attached.name:
         return False
+    if attached.overruled:
+        attached.end()
+        return True
     every = attached.session.missing(set())
     attached.refuse(every, f"the model was set to {name!r} after it was attached: such forwards run without the method")
     return True

@@ -140,7 +140,8 @@ class Attachment:
     original: what the host would run. name: under which both functions are registered with transformers. active:
     whether new forwards run through the session; those that began so end so. only: the one thread whose forwards do;
     None for all. last: the layer whose rows are left out that nobody reads; None for no layer. reader: who says which.
-    configs: every configuration of the decoder. trained: tokens that it was made for, where it says so.
+    configs: every configuration of the decoder. trained: tokens that it was made for, where it says so. named: whether
+    it was attached by the name of its implementation, so that another name detaches it. requests: its prefills.
     """
 
     _decoder: weakref.ref[PreTrainedModel] = field(converter=weakly)
@@ -158,6 +159,8 @@ class Attachment:
     active: bool = field(default=False, init=False)
     switch: Switch | None = field(default=None, init=False)
     hooks: list[Any] = field(factory=list, init=False)
+    named: bool = field(default=False, init=False)
+    requests: Requests = field(factory=lambda: Requests(), init=False)  # noqa: PLW0108 - it comes below
     _told: Kinds = field(factory=Kinds, init=False)
     _forwards: set[Forward] = field(factory=set, init=False)
 
@@ -175,6 +178,12 @@ class Attachment:
     def serves(self) -> bool:
         """True if a forward that begins now, in this thread, runs through the session."""
         return self.active and self.only in (None, threading.current_thread())
+
+    @property
+    def overruled(self) -> bool:
+        """True if the model was attached by a name, and has got another since: it is to be detached."""
+        decoder = self.decoder
+        return self.named and self.active and decoder is not None and decoder.config._attn_implementation != self.name
 
     def owns(self, module: torch.nn.Module) -> bool:
         """True if the module belongs to the attached decoder; models built from one config share its functions."""
@@ -302,8 +311,8 @@ class Forward:
     prompt before them. end: tokens of that prompt in the cache when it has ended; None where its inputs do not tell.
     read: how many last rows are read; None for all. known: what a layer of a kind came to. foreign: what is
     not transformers' own in the attention function of a class of modules. seen: layers that called the attention
-    function. over: it has ended. frame: the `id` of its frame on the stack, which is there until it ends; 0 where there
-    was none, as in a graph.
+    function. over: it has ended. late: it began before the decoder was hooked, so nothing may tell of its end.
+    frame: the `id` of its frame on the stack, which is there until it ends; 0 where there was none, as in a graph.
     """
 
     owner: Attachment
@@ -319,6 +328,7 @@ class Forward:
     foreign: dict[type, str] = field(factory=dict, init=False)
     seen: set[int] = field(factory=set, init=False)
     over: bool = field(default=False, init=False)
+    late: bool = field(default=False, init=False)
     outer: Forward | None = field(default=None, init=False)
     frame: int = field(default=0, init=False)
     thread: threading.Thread = field(factory=threading.current_thread, init=False)

@@ -12,13 +12,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from sparseprefill.errors import AttachError
 
-from .inspection import implementations
+from .inspection import configurations, implementations
 
 PREFIX = "sparseprefill_"
+DOOR = "sparseprefill"  # under which a model is attached as its first forward begins
 STAR = f"{PREFIX}star_"  # names of Star Attention, which switches a model for the length of a phase
 LOCK = threading.RLock()
 """Held while anything is attached, detached, or a forward begins or ends."""
@@ -70,6 +72,22 @@ def named_before(name: str | None) -> str | None:
     if isinstance(name, Name):
         return name.before
     return next((original for (original, _), ours in _names.items() if ours == name), name)
+
+
+def settle(model: torch.nn.Module) -> list[PreTrainedConfig]:
+    """Give the parts of a model that are to be attached by the name what transformers would choose for them.
+
+    Returns the configurations that had the name.
+    """
+    named = [config for config in configurations(model) if config._attn_implementation == DOOR]
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    for part in parts if named else ():
+        if part.config._attn_implementation == DOOR:
+            part.config._attn_implementation_internal = part.get_correct_attn_implementation(None)
+    for config in named:
+        if config._attn_implementation == DOOR:  # of no part
+            config._attn_implementation_internal = parts[0].config._attn_implementation if parts else None
+    return named
 
 
 class Switch:

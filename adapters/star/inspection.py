@@ -16,7 +16,7 @@ from sparseprefill.executors.dense import dense
 
 from ..huggingface.dry_run import differ, random_ids
 from ..huggingface.inspection import check, find_decoder
-from ..huggingface.switch import PREFIX
+from ..huggingface.switch import PREFIX, settle
 from .anchor import Keys
 from .attention import Switch
 
@@ -28,6 +28,7 @@ def decoder_of(model: object) -> PreTrainedModel:
     """The decoder of a model that every block of a context may run through alone. AttachError says why not."""
     decoder = find_decoder(model)
     check(decoder, PREFIX)
+    settle(decoder)
     if decoder.training:
         raise AttachError(f"{type(decoder).__name__} is in training mode: call model.eval()")
     config = decoder.config.get_text_config()

@@ -1,6 +1,6 @@
 """Pictures and sentences made from the tables of the pages: all that follows when a table has new figures.
 
-Run `PYTHONPATH=tests python docs/tools/charts.py` in a clone. It draws the bars of README, docs/real-models.md and
+Run `PYTHONPATH=tests python docs/tools/charts.py` in a clone. It draws the bars of README, docs/real-models-each.md and
 docs/benchmarks.md, and writes the real model's figures into README's first table and each method's page.
 
 Nothing is measured here, and no figure stands here. Each picture carries a digest of its rows, by which a test
@@ -29,7 +29,7 @@ PAGES, SECTION = (DOCS / "benchmarks.md", DOCS / "benchmarks-more.md"), "131,072
 METHODS = tuple(f"methods: {tokens} tokens, 32 / 8 heads, d 128, bfloat16" for tokens in ("32,768", "131,072"))
 ROWMAX = "rowmax by length"
 """Measured in another run, on another GPU and over another dense kernel."""
-REAL_PAGE, REAL_MODEL = DOCS / "real-models.md", "Qwen2.5-Coder-1.5B-Instruct"
+REAL_PAGE, REAL_MODEL = DOCS / "real-models-each.md", "Qwen2.5-Coder-1.5B-Instruct"
 REAL, SPEED, BENCH = (DOCS / "pictures" / f"{name}.png" for name in ("real", "speed", "bench"))
 SOURCE = "Source"
 """The PNG's field that holds the digest."""
@@ -64,8 +64,8 @@ class Row(NamedTuple):
 
 
 class Real(NamedTuple):
-    """One method at one setting on a real model, as docs/real-models.md has it. marked: its row is in bold. texts: that
-    it was measured on."""
+    """One method at one setting on a real model, as docs/real-models-each.md has it. marked: its row is in bold. texts:
+    that it was measured on."""
 
     method: str
     setting: str

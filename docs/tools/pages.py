@@ -44,6 +44,9 @@ NAME, TEXT = 20, 40
 """Up to so many characters a row's first cell is a name, and stays in one line; beyond so many any cell is text, for
 which phones make room.
 """
+PICTURE = re.compile(r'<img [^>]*src="(?P<path>[^"]+\.png)"[^>]*>')
+SECTIONS = 5
+"""From so many sections on, a page begins with the list of them on a phone."""
 INVENTORIES = (
     "https://docs.python.org/3/objects.inv",
     "https://docs.pytorch.org/docs/stable/objects.inv",
@@ -114,8 +117,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return LINK.sub(turned, markdown if here.startswith("api/") else named(markdown))
 
 
-def on_page_content(html: str, **_: object) -> str:
-    """Keeps figures of tables and their per cent signs in one line, and marks names and text for site.css."""
+def on_page_content(html: str, page: Page, **_: object) -> str:
+    """Keeps figures of tables and their per cent signs in one line, and marks names and text for site.css. A page of
+    many sections begins with their list, which site.css shows where the theme has no room for its own."""
 
     def marked(cell: re.Match[str]) -> str:
         text = re.sub(r"(?<=\d) (?=%)", "&nbsp;", cell["text"])
@@ -123,6 +127,12 @@ def on_page_content(html: str, **_: object) -> str:
         kind = ' class="text"' if long > TEXT else ' class="name"' if cell["first"] and long <= NAME else ""
         return f"{cell['first'] or ''}<td{cell['how']}{kind}>{text}</td>"
 
+    html = PICTURE.sub(r'<a href="\g<path>">\g<0></a>', html)  # on a phone it opens in full
+    sections = [part for title in page.toc.items for part in title.children]
+    if len(sections) >= SECTIONS:
+        listed = "".join(f'<li><a href="{part.url}">{part.title}</a></li>' for part in sections)
+        contents = f'<details class="contents"><summary>On this page</summary><ul>{listed}</ul></details>'
+        html = html.replace("</h1>", f"</h1>{contents}", 1)
     return CELL.sub(marked, html)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
-from sparseprefill.adapters.calibration.candidates import Candidate
+from sparseprefill.adapters.calibration.candidates import Candidate, candidates
 from sparseprefill.adapters.calibration.search import Search, Target, Trial
 from sparseprefill.adapters.cli import attempt
 from sparseprefill.adapters.cli.attempt import Verdict
@@ -42,6 +42,7 @@ from typer.testing import CliRunner, Result
 
 import sparseprefill as sp
 from helpers.hf_models import build
+from sparseprefill.breakeven.gate import TABLE
 from sparseprefill.profiles.identity import ModelIdentity
 from sparseprefill.profiles.profile import Profile
 
@@ -357,13 +358,39 @@ def test_where_nothing_keeps_enough_the_nearest_is_named(capsys: pytest.CaptureF
     assert "attach(" not in capsys.readouterr().out
 
 
-def test_what_keeps_enough_and_is_slower_is_named() -> None:
+def test_what_keeps_enough_and_is_slower_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(TABLE)
     one = verdict(copies=GOOD, stock=DENSE, shortfall=0.5)
     assert one.said[0].startswith(
         "Stay dense up to 4,096 tokens: streaming (defaults) keeps enough (it copies 90 tokens"
     )
     assert one.said[0].endswith("but a prefill takes 1.00 s, and 2.00 s dense.")
-    assert one.said[1] == "Longer prompts may gain: pass --tokens."
+    assert one.said[1] == "Longer prompts may gain: pass --tokens 8192."
+    later = evolve(one.found.trials[0].candidate, method=sp.default_registry().get("anchor-attention"))
+    found = evolve(one.found, trials=(evolve(one.found.trials[0], candidate=later),))
+    cpu = attempt.Expected.of(Place(torch.device("cpu"), torch.float32, 2), one.run.identity)
+    least = cpu.least("anchor-attention")
+    assert least is not None
+    assert 8192 < least < 32768
+    assert evolve(one, found=found, expected=cpu).said[1] == (
+        f"Longer prompts may gain (by the device's break-even table anchor-attention from {least:,} on): pass --tokens "
+        f"{16384 if least <= 16384 else 32768}."
+    )
+    assert evolve(one, longest=6000).said[1] == "Its longest text has 6,000 tokens, so nothing is left to try."
+
+
+def test_on_a_cpu_methods_that_cannot_pay_there_are_tried_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ModelIdentity(name="m", architecture="M", layers=2, heads=9, kv_heads=3, head_dim=64, digest="0" * 16)
+    place = Place(torch.device("cpu"), torch.float32, 2)
+    assert attempt.Expected.of(place, model).at("skip-softmax", 8192), "no table, no preference"
+    monkeypatch.delenv(TABLE)
+    cpu = attempt.Expected.of(place, model)
+    assert cpu.at("rowmax", 8192)
+    assert not any(cpu.at(name, 8192) for name in ("skip-softmax", "sample-attention"))
+    methods = [sp.default_registry().get(name) for name in ("skip-softmax", "streaming", "rowmax")]
+    last = [one.name for one in methods if not cpu.at(one.name, 8192)]
+    assert [one.name for one in candidates(methods, last=last)[:3]][::2] == ["rowmax", "streaming"]
+    assert [one.name for one in candidates(methods, last=["rowmax"])[:3]] == ["skip-softmax", "streaming", "rowmax"]
 
 
 def test_methods_that_there_was_no_time_for_are_named_with_the_time_for_all() -> None:

@@ -72,14 +72,15 @@ def test_python_blocks_run_and_print_what_the_page_says(page: Path) -> None:
             exec(code, namespace)
         if block.output is not None:
             shown = [line.rstrip() for line in printed.getvalue().splitlines()]
-            assert [line.rstrip() for line in block.output.splitlines()] == shown, f"{name(page)}:{block.line}"
+            told = f"{name(page)}:{block.line} prints what stands on the right: put it below <!-- output -->"
+            assert [line.rstrip() for line in block.output.splitlines()] == shown, told
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_quoted_files_are_quoted_as_they_are(page: Path) -> None:
     quotes = [block for block in blocks(page.read_text()) if block.file is not None]
     changed = [block.line for block in quotes if block.code not in (ROOT / "docs" / str(block.file)).read_text()]
-    assert changed == []
+    assert changed == [], "copy the file that <!-- file: --> names into the blocks at these lines, word for word"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
@@ -90,7 +91,7 @@ def test_links_resolve(page: Path) -> None:
         file = (page.parent / path).resolve() if path else page
         there = file.exists() and (not anchor or file.suffix != ".md" or anchor in anchors(file.read_text()))
         broken += [] if there else [target]
-    assert broken == []
+    assert broken == [], "no such file, or no such heading in it: correct these links"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
@@ -105,7 +106,7 @@ def test_a_skipped_block_says_why(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_a_page_says_everything_once(page: Path) -> None:
-    assert repeated(page.read_text()) == []
+    assert repeated(page.read_text()) == [], "say these once, and link to them from the other place"
 
 
 @pytest.mark.parametrize(
@@ -144,23 +145,25 @@ def shown(*pages: str) -> set[str]:
 
 
 def test_every_public_name_is_on_an_api_page() -> None:
-    assert sorted(set(public()) - shown()) == []
+    assert sorted(set(public()) - shown()) == [], "add a line ::: sparseprefill.NAME to a page under docs/api/"
 
 
 def test_every_error_is_on_its_api_page() -> None:
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
-    assert sorted({kind.__name__ for kind in kinds} - shown("errors")) == []
+    missing = sorted({kind.__name__ for kind in kinds} - shown("errors"))
+    assert missing == [], "add a line ::: sparseprefill.NAME to docs/api/errors.md"
 
 
 def test_every_hook_is_explained_to_plugin_authors() -> None:
     hooks = {hook for hook in vars(method) if hook.startswith("sparseprefill_")}
-    assert sorted(hooks - entries(ROOT / "docs" / "write-a-plugin.md")) == []
-    assert sorted(hooks - shown("functions")) == []
+    assert sorted(hooks - entries(ROOT / "docs" / "write-a-plugin.md")) == [], "name them in docs/write-a-plugin.md"
+    assert sorted(hooks - shown("functions")) == [], "add a line ::: sparseprefill.method.NAME to docs/api/functions.md"
 
 
 def test_every_refiner_is_in_the_configurations_table() -> None:
     text = (ROOT / "docs" / "config.md").read_text()
-    assert [name for name in sp.default_registry().refiners() if f"\n| `{name}` | " not in text] == []
+    missing = [name for name in sp.default_registry().refiners() if f"\n| `{name}` | " not in text]
+    assert missing == [], "add a row | `NAME` | ... to the table of refiners in docs/config.md"
 
 
 def test_every_stage_method_says_what_it_does() -> None:
@@ -176,9 +179,9 @@ def test_every_stage_method_says_what_it_does() -> None:
 def test_files_and_modules_that_a_page_names_are_there(page: Path) -> None:
     text = page.read_text()
     files = re.findall(r"`((?:core|plugins|adapters)/[\w/]+\.py)`", text)
-    assert [file for file in files if not (ROOT / file).exists()] == []
+    assert [file for file in files if not (ROOT / file).exists()] == [], "these files are gone: correct their names"
     gone = [module for module in re.findall(r"`((?:sparseprefill|lab)(?:\.\w+)+)`", text) if not there(module)]
-    assert gone == []
+    assert gone == [], "these modules are gone: correct their names"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
@@ -221,9 +224,11 @@ def test_the_page_of_the_break_even_table_names_what_is_read() -> None:
 
 @pytest.mark.parametrize("method", sorted(OURS))
 def test_every_method_has_its_page(method: str) -> None:
-    text = (METHODS / f"{method}.md").read_text()
-    assert headings(text)[0] == method
-    assert sorted(set(HEADINGS) - set(headings(text))) == []
+    page = METHODS / f"{method}.md"
+    assert page.is_file(), f"write docs/methods/{method}.md, with the headings {method}, {', '.join(HEADINGS)}"
+    text = page.read_text()
+    assert headings(text)[0] == method, "the page begins with the method's name"
+    assert sorted(set(HEADINGS) - set(headings(text))) == [], f"add these headings to {name(page)}"
 
 
 @pytest.mark.parametrize("method", sorted(OURS))
@@ -232,7 +237,8 @@ def test_every_parameter_is_on_its_methods_page_with_its_default(method: str) ->
     table = section((METHODS / f"{method}.md").read_text(), "Parameters")
     for attribute in fields(config):
         default = "" if attribute.default is NOTHING else f"`{attribute.default!r}`"
-        assert f"| `{attribute.alias}` | {default} |" in table
+        row = f"| `{attribute.alias}` | {default} |"
+        assert row in table, f"add the row {row} to the table of Parameters in docs/methods/{method}.md"
 
 
 def test_skipping_is_by_the_same_default_as_a_method_and_as_a_refiner() -> None:
@@ -241,12 +247,12 @@ def test_skipping_is_by_the_same_default_as_a_method_and_as_a_refiner() -> None:
 
 def test_every_page_of_a_method_belongs_to_a_method() -> None:
     stems = {page.stem for page in METHODS.glob("*.md")}
-    assert stems == OURS
+    assert stems == OURS, "each page under docs/methods/ is named as a method: take it out, or register the method"
 
 
 def test_the_changelog_knows_the_version() -> None:
     titles = headings((ROOT / "CHANGELOG.md").read_text())
-    assert any(title.startswith(sp.__version__) for title in titles)
+    assert any(title.startswith(sp.__version__) for title in titles), f"begin a section ## {sp.__version__} there"
 
 
 def test_contributing_says_how_to_run_one_test() -> None:
@@ -263,7 +269,8 @@ def test_contributing_lists_every_environment() -> None:
         start, brace, rest = head.partition("{")
         defined |= {start + one for one in rest.rstrip("}").split(",")} if brace else {head}
     listed = set(re.findall(r"^\| `tox -e (\S+)` \|", (ROOT / "CONTRIBUTING.md").read_text(), flags=re.M))
-    assert defined - {"vllm-30", "vllm-31"} == listed - {"py311"}
+    told = "CONTRIBUTING's table has a row for each environment of tox.ini, and no others"
+    assert defined - {"vllm-30", "vllm-31"} == listed - {"py311"}, told
 
 
 def test_index_leads_to_every_page() -> None:
@@ -271,7 +278,7 @@ def test_index_leads_to_every_page() -> None:
     linked = {(index.parent / target.partition("#")[0]).resolve() for target in links(index.read_text())}
     wanted = {page for page in PAGES if page.is_relative_to(index.parent) and page != index}
     wanted -= set((ROOT / "docs" / "examples").rglob("*.md"))
-    assert sorted(name(page) for page in wanted - linked) == []
+    assert sorted(name(page) for page in wanted - linked) == [], "link to these pages in docs/index.md"
 
 
 def refusals(text: str) -> Iterator[tuple[str, str]]:

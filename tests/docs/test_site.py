@@ -47,7 +47,15 @@ def generated() -> list[str]:
 
 def test_every_page_is_in_the_navigation_once() -> None:
     there = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")} | BESIDE
-    assert Counter(there) == Counter(paths(SITE["nav"]))
+    assert Counter(there) == Counter(paths(SITE["nav"])), "name each page once under nav in mkdocs.yml"
+
+
+def test_the_menu_has_at_most_25_lines() -> None:
+    """Its titles, and the pages of the one section that is open."""
+    assert "navigation.sections" not in SITE["theme"]["features"]
+    sections = [list(paths(next(iter(one.values())))) for one in SITE["nav"] if isinstance(one, dict)]
+    assert len(SITE["nav"]) + max(map(len, sections)) <= 25
+    assert "write-a-plugin.md" in SITE["nav"]  # which opens itself
 
 
 def test_a_title_in_the_menu_opens_nothing() -> None:
@@ -63,7 +71,9 @@ def test_a_page_shows_its_contents(page: Path) -> None:
     assert matter.get("hide", []) == []
     lines = len(text.splitlines())
     shown = [title for level, title in outline(text) if level > 1]
-    assert lines <= 250 or len(shown) >= lines / 100
+    assert lines <= 250 or len(shown) >= lines / 100, (
+        f"{lines} lines need {lines // 100 + 1} headings or more: add some"
+    )
 
 
 def test_the_site_hides_no_contents() -> None:
@@ -99,7 +109,8 @@ def test_every_public_name_is_generated_once() -> None:
     public = [f"sparseprefill.{name}" for name in sp.__all__]
     public += [f"sparseprefill.testing.{name}" for name in testing.__all__]
     asked = Counter(generated())
-    assert {name: asked[name] for name in public} == dict.fromkeys(public, 1)
+    wrong = {name: asked[name] for name in public if asked[name] != 1}
+    assert wrong == {}, "put a line ::: NAME for each of these on one page under docs/api/"
 
 
 @pytest.mark.parametrize("name", generated())

@@ -486,3 +486,22 @@ def test_without_kernels_the_law_says_what_it_cannot_try() -> None:
     reason = report.skipped["repeated == plain"]
     assert reason.startswith("nothing can be recorded here; the call: _local_scalar_dense reads a value")
     assert reason.endswith("pass device='cuda'")
+
+
+def test_a_parameter_that_nothing_reads_is_named() -> None:
+    @frozen(kw_only=True)
+    class Config:
+        block: int = 8
+        stride: int = 4
+        far: bool = False
+
+    def build(config: Config) -> Pipeline:
+        near = config.stride if config.far else 16
+        return sp.build("streaming", sink=16, window=near * 2, block=16)
+
+    method = Method(name="idle", summary="", config=Config, build=build)
+    with pytest.raises(AssertionError, match="idle: nothing reads block, stride of Config, so no value changes"):
+        testing.check_method(method, calls=CALLS)
+    wider = evolve(method, search={"far": [True]})
+    with pytest.raises(AssertionError, match="idle: nothing reads block of Config"):
+        testing.check_method(wider, calls=CALLS)

@@ -129,11 +129,13 @@ class AutoGate:
 
     def _find(self, device: torch.device) -> BreakEven | str:
         """The table, or what is missing."""
+        found = self.table(device)
+        return f"no break-even table for {device_kind(device)}" if found is None else found
+
+    def table(self, device: torch.device) -> BreakEven | None:
+        """The table for a device, the user's own before the one that ships; None where there is none."""
         here = device_kind(device)
-        if self.own is not None and self.own.device.like(here):
-            return self.own
-        found = shipped(here)
-        return f"no break-even table for {here}" if found is None else found
+        return self.own if self.own is not None and self.own.device.like(here) else shipped(here)
 
 
 GateChoice = BreakEven | Gate | str | Path | Literal[False] | None

@@ -20,7 +20,7 @@ from attrs import evolve, frozen
 
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import MaskError, ParameterError, StageError, nearest, printed
-from sparseprefill.method import configured
+from sparseprefill.method import Method, configured
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.registry import default_registry
 from sparseprefill.stages import MaskRefiner
@@ -28,6 +28,7 @@ from sparseprefill.testing import laws
 from sparseprefill.testing.cases import chunked_call, describe, standard_calls
 from sparseprefill.testing.repeated import repeated_is_plain
 from sparseprefill.testing.trial import BreachError, Candidate, NotApplicableError, Subject, Trial
+from sparseprefill.testing.unread import unread
 
 LONGEST_GRAIN = 1024
 BEHIND = ("streaming", "vertical-slash", "bfla")
@@ -89,7 +90,16 @@ it. What it gives back without seeing the future is held by the laws of padding 
 
 
 def check_method(candidate: Candidate, **options: Unpack[Options]) -> Report:
-    """Every law. The report says how many calls each held on, and which law was skipped and why."""
+    """Every law, and that each parameter of a registered method, or of a Method, is read by something.
+
+    The report says how many calls each law held on, and which was skipped and why.
+    """
+    method = default_registry().get(candidate) if isinstance(candidate, str) else candidate
+    if isinstance(method, Method) and (idle := unread(method)):
+        raise AssertionError(
+            f"{method.name}: nothing reads {', '.join(idle)} of {method.config.__name__}, so no value changes "
+            "anything: use it where the pipeline is built, or take it out"
+        )
     return check_laws(candidate, tuple(LAWS), **options)
 
 
