@@ -188,9 +188,8 @@ class Mixed:
         """The result with them."""
         executor, best = AutoExecutor(), RowMaxEstimator(evolve(self.estimator.config, times=self.times))
         exact = best.estimate(call, memory).mask
-        rounded = {name: _in_8_bits(getattr(call, name)) for name in ("q", "k", "v")}
-        one = executor.execute(call, Plan(exact))
-        other = executor.execute(evolve(call, **rounded), Plan(plan.mask - exact))
+        rounded = evolve(call, q=_in_8_bits(call.q), k=_in_8_bits(call.k), v=_in_8_bits(call.v))
+        one, other = executor.execute(call, Plan(exact)), executor.execute(rounded, Plan(plan.mask - exact))
         part = torch.sigmoid(other.lse - one.lse)[..., None].nan_to_num()
         out = one.out.float() * (1 - part) + other.out.float().nan_to_num() * part
         return evolve(result, out=out.to(result.out.dtype))
