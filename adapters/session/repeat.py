@@ -20,7 +20,7 @@ from attrs import define, evolve, field, frozen
 from torch import Tensor
 
 from sparseprefill.call import AttentionCall, over
-from sparseprefill.content import content
+from sparseprefill.mask.content import content
 from sparseprefill.memory import Memory
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan, Result

@@ -488,20 +488,23 @@ def test_without_kernels_the_law_says_what_it_cannot_try() -> None:
     assert reason.endswith("pass device='cuda'")
 
 
-def test_a_parameter_that_nothing_reads_is_named() -> None:
-    @frozen(kw_only=True)
-    class Config:
-        block: int = 8
-        stride: int = 4
-        far: bool = False
+@frozen(kw_only=True)
+class Strides:
+    """Parameters, not all of which are read."""
 
-    def build(config: Config) -> Pipeline:
+    block: int = 8
+    stride: int = 4
+    far: bool = False
+
+
+def test_a_parameter_that_nothing_reads_is_named() -> None:
+    def build(config: Strides) -> Pipeline:
         near = config.stride if config.far else 16
         return sp.build("streaming", sink=16, window=near * 2, block=16)
 
-    method = Method(name="idle", summary="", config=Config, build=build)
-    with pytest.raises(AssertionError, match="idle: nothing reads block, stride of Config, so no value changes"):
+    method = Method(name="idle", summary="", config=Strides, build=build)
+    with pytest.raises(AssertionError, match="idle: nothing reads block, stride of Strides, so no value changes"):
         testing.check_method(method, calls=CALLS)
     wider = evolve(method, search={"far": [True]})
-    with pytest.raises(AssertionError, match="idle: nothing reads block of Config"):
+    with pytest.raises(AssertionError, match="idle: nothing reads block of Strides"):
         testing.check_method(wider, calls=CALLS)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparseprefill import kernels
 from sparseprefill.call import AttentionCall
-from sparseprefill.content import content
+from sparseprefill.mask.content import content
 from sparseprefill.memory import Memory
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan

@@ -13,14 +13,13 @@ from torch import Tensor
 
 from sparseprefill.errors import ParameterError
 from sparseprefill.mask.geometry import Geometry
-from sparseprefill.plan import Plan
 
 VALUES = (bool, int, float, str, type(None), torch.dtype, torch.device)
 """Classes of what is told by its value."""
 TENSOR = "tensor"
 
 
-def content(plan: Plan, geometry: Geometry) -> tuple[Hashable, list[Tensor]] | None:
+def content(plan: Any, geometry: Geometry) -> tuple[Hashable, list[Tensor]] | None:
     """A plan for a call of a geometry as a value, and its tensors, whose places that names; None where it holds what
     has no value, such as a function that makes its mask when it is read. Nothing is read on the device."""
     tensors = list[Tensor]()
