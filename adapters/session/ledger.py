@@ -11,15 +11,22 @@ import torch
 from attrs import define, evolve, field, frozen
 from torch import Tensor
 
+from sparseprefill.call import AttentionCall
 from sparseprefill.mask.count import allowed_pairs
 from sparseprefill.mask.geometry import Geometry
 from sparseprefill.mask.mask import SparseMask
+from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Kernel, Remark, Result, Rounding
 
 from .kinds import Kinds
 from .report import LayerRecall, LayerReport, Mode
 
 UNSKIPPED = "the executor cannot skip tiles by their logits; it computed the whole mask"
+
+
+def sizes(call: AttentionCall) -> tuple[int, int, int]:
+    """Batch rows, queries and keys of a call."""
+    return call.q.shape[0], call.q.shape[2], call.kv_len
 
 
 @frozen(eq=False)
@@ -99,6 +106,11 @@ class Ran:
         remarks += [str(note) for note in result.plan.notes.values() if isinstance(note, Remark)]
         kernels = result.kernels or (executor,)
         return cls(sizes, serial, Uncounted.of(result), kernels, tuple(remarks), result.rounded)
+
+    @classmethod
+    def by(cls, pipeline: Pipeline, call: AttentionCall, serial: int, result: Result) -> Ran:
+        """Of a pipeline's call."""
+        return cls.of(result, sizes(call), serial, type(pipeline.executor).__name__)
 
     @property
     def tensors(self) -> list[Tensor]:

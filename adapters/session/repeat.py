@@ -23,7 +23,7 @@ from sparseprefill.call import AttentionCall, over
 from sparseprefill.mask.content import content
 from sparseprefill.memory import Memory
 from sparseprefill.pipeline import Pipeline
-from sparseprefill.plan import Plan, Result
+from sparseprefill.plan import Plan
 from sparseprefill.stages import ALL_ROWS, REACH
 
 from .ledger import Ran
@@ -43,15 +43,15 @@ Tell = Callable[[int, Sequence[Ran], Sequence[str]], None]
 
 @frozen(eq=False)
 class Work:
-    """A layer's calls of one pipeline, that are asked together. memories: of their requests. outs: where outputs are
-    wanted. slots: all tensors of the host. ran: what the record gets of a call by its number, and its result."""
+    """A layer's calls of one pipeline, that are asked together. memories: of their requests; serials: of their
+    prefills. outs: where outputs are wanted. slots: all tensors of the host."""
 
     pipeline: Pipeline
     calls: tuple[AttentionCall, ...]
     memories: tuple[Memory, ...]
+    serials: tuple[int, ...]
     outs: tuple[Tensor, ...]
     slots: tuple[Tensor, ...]
-    ran: Callable[[int, Result], Ran]
 
     @property
     def layer(self) -> int:
@@ -81,7 +81,8 @@ class Work:
             results = self.pipeline.run_many(self.short, memories, begun)
             for out, result in zip(self.outs, results, strict=True):
                 out.copy_(result.out)
-        return [self.ran(i, result) for i, result in enumerate(results)]
+        each = zip(self.calls, self.serials, results, strict=True)
+        return [Ran.by(self.pipeline, call, serial, result) for call, serial, result in each]
 
     def over(self, slots: Sequence[Tensor], layer: int) -> Work:
         """The same of another layer, whose tensors are like these."""

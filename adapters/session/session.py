@@ -26,7 +26,7 @@ from sparseprefill.profiles.profile import Profile
 from sparseprefill.route import Route, gated
 
 from .kinds import MOST, Code, Kinds, Why
-from .ledger import LayerRecord, Ran, Room
+from .ledger import LayerRecord, Ran, Room, sizes
 from .options import HostOptions
 from .prospects import NOT_CHOSEN, prospects
 from .repeat import Recordings, Repeat, Work, may_repeat, outcome
@@ -102,8 +102,7 @@ class _Waiting:
 
     def ran(self, result: Result) -> Ran:
         """For the record."""
-        executor = type(self.pipeline.executor).__name__
-        return Ran.of(result, sizes(self.call), self.prefill.serial, executor)
+        return Ran.by(self.pipeline, self.call, self.prefill.serial, result)
 
 
 def _filled(one: Outcome, out: Tensor | None) -> Outcome:
@@ -241,8 +240,9 @@ class Session:
             return None
         if not may_repeat(pipeline, slots, calls, outs) or any(self._watched(one.prefill) for one in group):
             return None
-        memories = tuple(one.prefill.memory for one in group)
-        work = Work(pipeline, calls, memories, outs, tuple(slots), lambda i, result: group[i].ran(result))
+        prefills = [one.prefill for one in group]
+        memories, serials = tuple(one.memory for one in prefills), tuple(one.serial for one in prefills)
+        work = Work(pipeline, calls, memories, serials, outs, tuple(slots))
         try:
             ran, how = outcome(work, self._recordings, self._varying)
         except Exception as error:  # the plain way tells whose it is
@@ -572,11 +572,6 @@ class Session:
 def _kind(layers: Set[int] | None, profile: Profile | None, layer: int) -> Hashable:
     dense = () if profile is None else tuple(layer in one.dense_layers for one in profile.ranges)
     return layers is None or layer in layers, dense
-
-
-def sizes(call: AttentionCall) -> tuple[int, int, int]:
-    """Batch rows, queries and keys of a call."""
-    return call.q.shape[0], call.q.shape[2], call.kv_len
 
 
 def _tried(run: Callable[[], T]) -> T | Exception:

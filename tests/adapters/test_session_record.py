@@ -17,7 +17,7 @@ from sparseprefill.adapters.session.ledger import LayerRecord, Ran, Room, Uncoun
 from sparseprefill.adapters.session.options import HostOptions
 from sparseprefill.adapters.session.prospects import NOT_CHOSEN
 from sparseprefill.adapters.session.report import LayerRecall, LayerReport, Report
-from sparseprefill.adapters.session.session import WHOLE, Fallback, Prefill, Session, sizes
+from sparseprefill.adapters.session.session import WHOLE, Fallback, Prefill, Session
 from sparseprefill.adapters.session.watch import CallRecall
 
 import sparseprefill as sp
