@@ -13,7 +13,7 @@ from attrs import evolve
 from sparseprefill.adapters.session import ledger
 from sparseprefill.adapters.session import session as module
 from sparseprefill.adapters.session.defaults import MIN_QUERY
-from sparseprefill.adapters.session.ledger import LayerRecord, Ran, Room, Uncounted
+from sparseprefill.adapters.session.ledger import LayerRecord, Ran, Room, Uncounted, sizes
 from sparseprefill.adapters.session.options import HostOptions
 from sparseprefill.adapters.session.prospects import NOT_CHOSEN
 from sparseprefill.adapters.session.report import LayerRecall, LayerReport, Report
