@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from attrs import define, field, frozen
 
+from sparseprefill.breakeven.before import Before
+
 from ..session.session import Prefill
 
 
@@ -42,7 +44,7 @@ class _Entry:
 @define(eq=False)
 class Requests:
     """Prefills in progress, by their requests. chunk: most tokens of a prompt that one step computes, 0 where that is
-    unknown. finished: how many are over.
+    unknown. before: tells how was computed what a cache held before a request's first row. finished: how many are over.
 
     A prefill is over, and its memory freed, once its request decodes, begins anew, or is gone. Steps that go by without
     it do not end it: other batches run in between, drafts of a speculator have metadata of their own, and a chunk may
@@ -51,6 +53,7 @@ class Requests:
     """
 
     chunk: int = 0
+    before: Callable[[Row], Before | None] = field(default=lambda row: None)
     finished: int = field(default=0, init=False)
     _entries: dict[str, _Entry] = field(factory=dict, init=False)
     _nameless: int = field(default=0, init=False)
@@ -90,7 +93,11 @@ class Requests:
         if known is not None and not row.start == known.end > 0:
             self.end(name)
             known = None
-        prefill = Prefill(chunk=self.chunk, begin=row.start) if known is None else known.prefill
+        if known is None:
+            before = self.before(row) if row.start else None
+            prefill = Prefill(chunk=self.chunk, begin=row.start, before=before)
+        else:
+            prefill = known.prefill
         self._entries[name] = _Entry(prefill, row.end)
         return prefill
 

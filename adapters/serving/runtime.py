@@ -5,17 +5,19 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Self
 
 from attrs import asdict, define, evolve, field
 
+from sparseprefill.breakeven.before import Before
 from sparseprefill.breakeven.gate import with_remedy
 from sparseprefill.call import AttentionCall, resized
 from sparseprefill.errors import AttachError, ParameterError, SparsePrefillError
 from sparseprefill.route import Route
 
 from ..session.kinds import Code, Why
-from ..session.report import Report
+from ..session.report import Mode, Report
 from ..session.session import Prefill, Session
 from .failures import reason
 from .layer import Layer
@@ -27,6 +29,7 @@ from .summary import SECONDS, Summary, every
 from .tally import Chunk, Owner, Served, Tally
 from .tensor_parallel import LocalRegistry
 from .wishes import OFF, Unknown
+from .written import Write, Written
 
 LEFT_DENSE = "gate or profile leave each of them dense"
 STEPS = 1024
@@ -48,7 +51,7 @@ class Runtime:
     session, tally: of the requests that ask for nothing, together `main`. profiles: what serves the others, by the name
     that they ask for. unread: index of the layer of which no rows are computed that nobody reads, if there is one.
     chunks: of the step's prefill rows; None where the host computes the row whatever the layer. kinds: what `kind` has
-    said, by the layer's index.
+    said, by the layer's index. written: how the keys in the server's cache were computed; None where nobody keeps that.
     A server's adapter says in a subclass which requests it still has.
     """
 
@@ -66,6 +69,7 @@ class Runtime:
     informed: bool = field(default=False, init=False)
     chunks: list[Chunk | None] = field(factory=list, init=False)
     pace: Pace = field(init=False)
+    written: Written | None = field(default=None, init=False)
     _step: tuple[object, list[Prefill]] | None = field(default=None, init=False)
     _warned: set[str] = field(factory=set, init=False)
     kinds: dict[int, Hashable] = field(factory=dict, init=False)
@@ -73,6 +77,7 @@ class Runtime:
     def __attrs_post_init__(self) -> None:
         self.main = Served(self.session, self.tally)
         self.pace = Pace(self.tally.summary.step)
+        self.requests.before = self._before
         self.unread = self.model.identity.layers - 1 if self.options.skip_unread else None
 
     @classmethod
@@ -120,8 +125,9 @@ class Runtime:
             self.settle()
             finished = self.requests.finished
             others = decoding([*self.requests.names, *(row.name for row in rows)]) if len(self.requests) else {}
-            self._step = (step, self.requests.step(rows, others, self.alive))
-            self.chunks = [self._begin(row) for row in rows]
+            found = self.requests.step(rows, others, self.alive)
+            self._step = (step, found)
+            self.chunks = [self._begin(row, prefill) for row, prefill in zip(rows, found, strict=True)]
             begun = [chunk for chunk in self.chunks if chunk is not None]
             if begun:
                 timed = self.pace.begin(sum(row.end - row.start for row in rows), len(begun))
@@ -171,9 +177,24 @@ class Runtime:
         if seconds and self.model.first_head == 0 and log.isEnabledFor(logging.INFO):
             every(seconds, self, self.tell)
 
-    def _begin(self, row: Row) -> Chunk | None:
+    def _before(self, row: Row) -> Before | None:
+        return None if self.written is None else self.written.before(row)
+
+    def _begin(self, row: Row, prefill: Prefill) -> Chunk | None:
         """A row's chunk, if it may run sparse; else it is counted at once."""
         served, tokens = self.serving(row), row.end - row.start
+        write = None if self.written is None or row.name is None else self.written.writing(row)
+        chunk = self._chunk(served, row, tokens)
+        if chunk is not None:
+            chunk.ended = partial(_ended, served, prefill, write)
+            return chunk
+        if write is not None:
+            write("")
+        if row.prompt is not None and row.end >= row.prompt:
+            _count(served, prefill, "dense")
+        return None
+
+    def _chunk(self, served: Served, row: Row, tokens: int) -> Chunk | None:
         if row.prompt is None and self.options.tail:
             served.session.note(ENDLESS)
         if tokens < self.options.min_query:
@@ -308,6 +329,21 @@ class Runtime:
         """Every report as plain data, with its ``text``; that of the profiles under ``profiles``."""
         others = {name: plain(self.report(name)) for name in self.profiles}
         return {**plain(self.report()), "worker": self.tally.owner.worker, "profiles": others}
+
+
+def _ended(served: Served, prefill: Prefill, write: Write | None, sparse: bool) -> None:
+    """A chunk is through all layers."""
+    if write is not None:
+        write(served.session.route.name if sparse else "")
+    _count(served, prefill, "sparse" if sparse else "dense")
+
+
+def _count(served: Served, prefill: Prefill, mode: Mode) -> None:
+    """A prefill ran in a mode, which its first chunk tells that may run sparse, or its last one."""
+    if not prefill.counted:
+        prefill.counted = True
+        served.session.prompts.count(mode, prefill.before)
+        served.tally.prompt(mode, prefill.before)
 
 
 def plain(report: Report) -> dict[str, Any]:

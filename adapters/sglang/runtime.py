@@ -28,7 +28,11 @@ from ..serving.wishes import SWITCH
 from . import known
 from .layer import heads_of, layer_of
 from .pages import pages_of
+from .stores import outside
+from .texts import PAGE, STORE, Texts
 
+LEAST = 1 << 12
+"""Pages that are remembered of the smallest pool."""
 log = logging.getLogger(__name__)
 _runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
 
@@ -50,6 +54,8 @@ class Runtime(runtime.Runtime):
     def forget(self, rid: str) -> None:
         """The request of this id is gone."""
         self.requests.end(rid)
+        if isinstance(self.written, Texts):
+            self.written.forget(rid)
 
 
 def answer(result: Any, *args: object, **kwargs: object) -> None:
@@ -76,11 +82,18 @@ def make_runtime(runner: Any, options: Options, host: str) -> Runtime:
     _runtimes.add(made)
     known.tell(made)
     made.layers, made.requests.chunk = len(layers), _step(runner)
+    made.written = texts_of(made, runner)
     able = _survey(made, runner, layers)
     made.last = max((one.index for one in able), default=-1)
     if able and (options.warm_up if options.warm_up is not None else not runner.server_args.skip_server_warmup):
         _warm(made, runner, layers[0], able)
     return made
+
+
+def texts_of(made: Runtime, runner: Any) -> Texts:
+    """What is remembered of the radix cache: four times the tokens of the pool, as a host's memory may hold more."""
+    flag, tokens = outside(runner.server_args), int(getattr(runner, "max_total_num_tokens", None) or 0)
+    return Texts(known.find, made.alive, max(4 * tokens // PAGE, LEAST), STORE.format(flag=flag) if flag else "")
 
 
 def check_model(runner: Any, options: Options, host: str) -> None:

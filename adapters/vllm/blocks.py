@@ -1,0 +1,157 @@
+"""How each block of vLLM's KV cache was written, as far as this process has seen.
+
+A worker is told of its blocks once a step, in what the scheduler sends (``SchedulerOutput``): which ones a request gets,
+and from which token on it computes them. A block that a request gets anew holds nothing yet, so what was known of it
+is forgotten; what decoding writes there has every key. Blocks before the first token that a request computes were
+written earlier: here, or, where there is a connector, by whoever filled the store.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+from operator import itemgetter
+from typing import Any
+
+import torch
+from attrs import define, field
+from torch import Tensor
+
+from sparseprefill.breakeven.before import Before
+
+from ..serving.failures import reason
+from ..serving.requests import Row
+from ..serving.wishes import SWITCH
+from ..serving.written import UNTOLD, Methods, Write
+from .runtime import Runtime
+
+STORE = "{name} may have brought them"
+LOST = "how cached tokens were computed is not known any more: {error}"
+TOLD = ("update_requests", "_update_states")
+"""Methods of model runner V2 and V1 that take what the scheduler sends, ahead of the metadata."""
+log = logging.getLogger(__name__)
+
+
+@define(eq=False)
+class Blocks:
+    """Numbers of methods by token of each block. why: nothing is known of them, or empty.
+
+    group, size: of the KV cache whose blocks they are, and the tokens of one; None until that is known.
+    """
+
+    why: str = ""
+    layer: str = ""
+    group: int = 0
+    size: int = 0
+    tables: dict[str, list[int]] = field(factory=dict, init=False)
+    _methods: Methods = field(factory=Methods, init=False)
+    _how: Tensor = field(factory=lambda: torch.zeros(0, 0, dtype=torch.uint8), init=False)
+
+    def take(self, output: Any) -> None:
+        """A step begins. output: vLLM's SchedulerOutput."""
+        for name in output.finished_req_ids:
+            self.tables.pop(name, None)
+        fresh, cached = list[int](), output.scheduled_cached_reqs
+        for one in output.scheduled_new_reqs:
+            fresh += self._give(one.req_id, one.block_ids, one.num_computed_tokens)
+        resumed = getattr(cached, "resumed_req_ids", ())
+        each = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
+        for name, ids, computed in filter(itemgetter(1), each):  # rows that decode within their block are none of them
+            if name in resumed:
+                fresh += self._give(name, ids, computed)
+            else:
+                self.tables.setdefault(name, []).extend(ids[self.group])
+                fresh += ids[self.group]
+        if fresh:
+            self._room(max(fresh))
+            self._how[fresh] = Methods.DENSE
+        copies = getattr(output, "kv_cache_block_copies", None)
+        if copies:  # such as of a last block that a request shares, and writes to
+            sources, targets = ([*some] for some in zip(*copies, strict=True))
+            self._room(max(*sources, *targets))
+            self._how[targets] = self._how[sources]
+
+    def before(self, row: Row) -> Before:
+        """See `Written`."""
+        table = self.tables.get(row.name or "")
+        if self.why or table is None:
+            return Before(unknown=row.start, why=self.why or UNTOLD)
+        at = table[: -(-row.start // self.size)]
+        self._room(max(at, default=0))
+        found = self._how[at].flatten()[: row.start]
+        return self._methods.before(found.bincount().tolist(), UNTOLD)
+
+    def writing(self, row: Row) -> Write:
+        """See `Written`."""
+        table = self.tables.get(row.name or "")
+        if self.why or table is None:
+            return _nothing
+        first = row.start // self.size
+        at = table[first : -(-row.end // self.size)]
+        self._room(max(at, default=0))
+        begin, end = row.start - first * self.size, row.end - first * self.size
+
+        def write(method: str) -> None:
+            found = self._how[at]
+            found.flatten()[begin:end] = self._methods.number(method)
+            self._how[at] = found
+
+        return write
+
+    def _give(self, name: str, ids: Sequence[Sequence[int]], computed: int) -> list[int]:
+        """A request gets all of its blocks, of which so many tokens are computed. Those that hold none of them."""
+        table = self.tables[name] = list(ids[self.group])
+        return table[-(-computed // self.size) :]
+
+    def _room(self, block: int) -> None:
+        """Room for a block of this number: as the engine has no more blocks than fit its memory, a byte a token."""
+        if block >= len(self._how):
+            more = torch.zeros(max(block + 1, 2 * len(self._how)), self.size, dtype=torch.uint8)
+            if len(self._how):
+                more[: len(self._how)] = self._how
+            self._how = more
+
+
+def watch(runtime: Runtime, config: Any, layer: str) -> None:
+    """Have a runtime told of the blocks of its model runner, once. layer: by its name, one that runs sparse."""
+    if runtime.written is not None:
+        return
+    store = getattr(getattr(config, "kv_transfer_config", None), "kv_connector", None)
+    blocks = runtime.written = Blocks(layer=layer, why="" if store is None else STORE.format(name=store))
+    if blocks.why:
+        return
+    runner = runtime.names.runner
+    name = next((one for one in TOLD if hasattr(runner, one)), None)
+    if name is None:
+        blocks.why = UNTOLD
+        return
+    taking = getattr(runner, name)
+
+    @functools.wraps(taking)
+    def told(output: Any, *args: Any, **kwargs: Any) -> Any:
+        if not blocks.why:
+            try:
+                runtime.settle()  # what the step before has written, ahead of blocks that go to others now
+                _find(blocks, runner)
+                blocks.take(output)
+            except Exception as error:  # this vLLM says it otherwise: prompts are judged by their length, then
+                blocks.why = LOST.format(error=reason(error))
+                log.warning("sparseprefill: %s", blocks.why)
+        return taking(output, *args, **kwargs)
+
+    setattr(told, SWITCH, True)
+    setattr(runner, name, told)
+
+
+def _find(blocks: Blocks, runner: Any) -> None:
+    """The group of layers whose blocks they are: each has a table of its own."""
+    if blocks.size:
+        return
+    groups = runner.kv_cache_config.kv_cache_groups
+    blocks.group = next((i for i, one in enumerate(groups) if blocks.layer in one.layer_names), 0)
+    blocks.size = int(groups[blocks.group].kv_cache_spec.block_size)
+
+
+def _nothing(method: str) -> None:
+    """Nobody knows where."""
