@@ -213,6 +213,7 @@ def _output(
         raise outcome
     if not isinstance(outcome, Fallback):
         forward.known.update((kind, one) for one in repeats)
+        forward.sparse |= call.window is None
         return out
     if outcome.small:
         forward.known[kind] = outcome

@@ -82,7 +82,7 @@ def make_runtime(runner: Any, options: Options, host: str) -> Runtime:
     _runtimes.add(made)
     known.tell(made)
     made.layers, made.requests.chunk = len(layers), _step(runner)
-    made.written = texts_of(made, runner)
+    made.written = texts_of(runner)
     able = _survey(made, runner, layers)
     made.last = max((one.index for one in able), default=-1)
     if able and (options.warm_up if options.warm_up is not None else not runner.server_args.skip_server_warmup):
@@ -90,10 +90,11 @@ def make_runtime(runner: Any, options: Options, host: str) -> Runtime:
     return made
 
 
-def texts_of(made: Runtime, runner: Any) -> Texts:
+def texts_of(runner: Any) -> Texts:
     """What is remembered of the radix cache: four times the tokens of the pool, as a host's memory may hold more."""
     flag, tokens = outside(runner.server_args), int(getattr(runner, "max_total_num_tokens", None) or 0)
-    return Texts(known.find, made.alive, max(4 * tokens // PAGE, LEAST), STORE.format(flag=flag) if flag else "")
+    most, why = max(4 * tokens // PAGE, LEAST), STORE.format(flag=flag) if flag else ""
+    return Texts(known.find, most, int(getattr(runner, "page_size", None) or 1), why)
 
 
 def check_model(runner: Any, options: Options, host: str) -> None:

@@ -4,8 +4,10 @@ Which slots a prefix has is known on the device alone, and decoding does not com
 prefix by its tokens, its salt and its LoRA, and so is it remembered here: by a hash of every 16 tokens and what stands
 before them, as a store would name its pages. Where keys lie, and where they are moved to, makes no difference then.
 
-The radix cache lets go of the end of a prefix first, so what was written last on a prefix's way is what is there: from
-where it ends on, decoding wrote the rest.
+The radix cache lets go of the end of a prefix first, and finds as much of a prompt as there is. So where a request begins,
+nothing was there, and what was written last on a prefix's way is what is there. Decoding wrote what follows the end of a
+prompt. The last tokens of a prompt are computed again in any case, and where two requests compute the same, the cache
+keeps what came first.
 """
 
 from __future__ import annotations
@@ -25,19 +27,19 @@ from ..serving.written import UNTOLD, Methods, Write
 PAGE, WIDTH = 16, 8
 """Tokens that are remembered together, and bytes of one."""
 STORE = "{flag} may have brought them"
-FORGOTTEN = "they were computed too long ago"
+FORGOTTEN = "too long ago, or within 16 tokens that others went on with otherwise"
 
 
 @frozen(eq=False)
 class _Chunk:
     """A chunk of a prompt that was computed. start: its first token. counts: of the tokens before it, those of each
-    method's number. number: of its own. tick: when. owner: its request."""
+    method's number. number: of its own. tick: when. over: it ends its prompt."""
 
     start: int
     counts: tuple[int, ...]
     number: int
     tick: int
-    owner: str
+    over: bool
 
     def upto(self, end: int) -> list[int]:
         """Tokens of each method's number, of the first `end`."""
@@ -48,23 +50,27 @@ class _Chunk:
 
 @define(eq=False)
 class _Text:
-    """The hashes of a request's tokens: of its first 16, of its first 32, and so on."""
+    """hashes: of a request's first 16 tokens, of its first 32, and so on. begun: when it found the prefix that it goes on
+    behind. end: of its last chunk, which is `last` once it is computed."""
 
     request: weakref.ref[Any]
     hashes: list[int] = field(factory=list)
+    begun: int = 0
+    end: int = -1
+    last: _Chunk | None = None
 
 
 @define(eq=False)
 class Texts:
     """Chunks by the hash of their tokens and of those before them.
 
-    find, alive: a request of an id, None where there is none; whether it is still in progress. most: pages that are
-    remembered. why: nothing is known of them, or empty.
+    find: a request of an id; None where there is none. most: pages that are remembered. page: tokens of one of SGLang's.
+    why: nothing is known of them, or empty.
     """
 
     find: Callable[[str], Any]
-    alive: Callable[[str], bool]
     most: int = 1 << 16
+    page: int = 1
     why: str = ""
     _known: dict[int, _Chunk] = field(factory=dict, init=False)
     _texts: dict[str, _Text] = field(factory=dict, init=False)
@@ -80,22 +86,32 @@ class Texts:
 
     def writing(self, row: Row) -> Write:
         """See `Written`."""
-        name = row.name or ""
-        request = self.find(name)
+        request = self.find(row.name or "")
         if self.why or request is None:
             return _nothing
-        counts = tuple(self._counts(request, row.start))
-        mine = self._pages(request, row.end)[row.start // PAGE :]
-        if row.end % PAGE:
-            mine.append(self._part(request, row.end))
+        text, first = self._text(request), row.start // PAGE
+        if text.end != row.start:
+            text.begun, text.last = self._tick, None
+        before = self._counts(request, row.start) if text.last is None else text.last.upto(row.start)
+        text.end, text.last, begun, counts = row.end, None, text.begun, tuple(before)
+        mine, tokens = self._pages(request, row.end)[first:], len(request.full_untruncated_fill_ids)
+        end, over, again = self._end(request, row.end), row.end == tokens, tokens - row.start <= self.page
 
         def write(method: str) -> None:
             self._tick += 1
-            made = _Chunk(row.start, counts, self._methods.number(method), self._tick, name)
-            for one in mine:
-                known = self._known.pop(one, made)
-                # Of two requests that compute the same tokens at once the radix cache keeps the first one's.
-                self._known[one] = known if known.owner != name and self.alive(known.owner) else made
+            number = self._methods.number(method)
+            made = _Chunk(row.start, counts, number, self._tick, over)
+            for at, one in enumerate(mine, first + 1):
+                known = self._known.pop(one, None)
+                if known is not None and (again or known.tick > begun):
+                    self._known[one] = known  # the radix cache keeps what was there first
+                    made = _Chunk(at * PAGE, tuple(known.upto(at * PAGE)), number, self._tick, over)
+                else:
+                    self._known[one] = made
+            self._known.pop(end, None)
+            self._known[end] = made
+            if text.end == row.end:
+                text.last = made
             while len(self._known) > self.most:
                 del self._known[next(iter(self._known))]
 
@@ -107,34 +123,32 @@ class Texts:
 
     def _counts(self, request: Any, end: int) -> list[int]:
         """Of a request's first tokens those of each method's number."""
-        chunk, at = self._last(request, end)
-        counts = [0, 0] if chunk is None else chunk.upto(at)
-        # Decoding begins no prefix: where nothing of it is known, it was forgotten.
-        counts[Methods.UNKNOWN if chunk is None else Methods.DENSE] += end - at
-        return counts
-
-    def _last(self, request: Any, end: int) -> tuple[_Chunk | None, int]:
-        """The chunk that was written last of a request's first tokens, and how far it is the same."""
         best, at = None, 0
         for i, one in enumerate(self._pages(request, end), 1):
             found = self._known.pop(one, None)
-            if found is None:
-                continue
-            self._known[one] = found  # it is in use: it is let go last
-            if best is None or found.tick >= best.tick:
-                best, at = found, i * PAGE
-        for part in range(min(at + PAGE - 1, end), at, -1):  # a prompt may have ended within a page
-            found = self._known.get(self._part(request, part))
+            if found is not None:
+                self._known[one] = found  # it is in use: it is let go last
+                if best is None or found.tick >= best.tick:
+                    best, at = found, i * PAGE
+        rest = Methods.UNKNOWN
+        for part in range(min(at + PAGE - 1, end), at - 1, -1):
+            found = self._known.get(self._end(request, part))
             if found is not None and (best is None or found.tick >= best.tick):
-                return found, part
-        return best, at
+                best, at, rest = found, part, Methods.DENSE if found.over else rest
+                break
+        counts = [0, 0] if best is None else best.upto(at)
+        counts[rest] += end - at
+        return counts
 
-    def _pages(self, request: Any, end: int) -> list[int]:
-        """The hashes of a request's whole pages up to a token."""
+    def _text(self, request: Any) -> _Text:
         text = self._texts.get(request.rid)
         if text is None or text.request() is not request:
             text = self._texts[request.rid] = _Text(weakref.ref(request))
-        hashes, whole = text.hashes, end // PAGE
+        return text
+
+    def _pages(self, request: Any, end: int) -> list[int]:
+        """The hashes of a request's whole pages up to a token."""
+        hashes, whole = self._text(request).hashes, end // PAGE
         if whole > len(hashes):
             last = hashes[-1] if hashes else _begin(request)
             told = _told(request, len(hashes) * PAGE, whole * PAGE)
@@ -143,10 +157,10 @@ class Texts:
                 hashes.append(last)
         return hashes[:whole]
 
-    def _part(self, request: Any, end: int) -> int:
-        """The hash of a request's tokens up to one within a page."""
+    def _end(self, request: Any, end: int) -> int:
+        """The hash of a request's tokens up to the last of a chunk."""
         pages = self._pages(request, end)
-        return hash((pages[-1] if pages else _begin(request), _told(request, len(pages) * PAGE, end)))
+        return hash((pages[-1] if pages else _begin(request), _told(request, len(pages) * PAGE, end), "end"))
 
 
 def _begin(request: Any) -> int:
