@@ -95,17 +95,21 @@ class Texts:
         before = self._counts(request, row.start) if text.last is None else text.last.upto(row.start)
         text.end, text.last, begun, counts = row.end, None, text.begun, tuple(before)
         mine, tokens = self._pages(request, row.end)[first:], len(request.full_untruncated_fill_ids)
+        ahead = [one for one in self._pages(request, row.start)[-1:] if one not in self._known]
+        known = tuple(self._counts(request, first * PAGE)) if ahead else ()
         end, over, again = self._end(request, row.end), row.end == tokens, tokens - row.start <= self.page
 
         def write(method: str) -> None:
             self._tick += 1
             number = self._methods.number(method)
+            for one in ahead:  # decoded, maybe
+                self._known.setdefault(one, _Chunk(first * PAGE, known, Methods.DENSE, self._tick, True))
             made = _Chunk(row.start, counts, number, self._tick, over)
             for at, one in enumerate(mine, first + 1):
-                known = self._known.pop(one, None)
-                if known is not None and (again or known.tick > begun):
-                    self._known[one] = known  # the radix cache keeps what was there first
-                    made = _Chunk(at * PAGE, tuple(known.upto(at * PAGE)), number, self._tick, over)
+                there = self._known.pop(one, None)
+                if there is not None and (again or there.tick > begun):
+                    self._known[one] = there  # the radix cache keeps what came first
+                    made = _Chunk(at * PAGE, tuple(there.upto(at * PAGE)), number, self._tick, over)
                 else:
                     self._known[one] = made
             self._known.pop(end, None)
@@ -130,11 +134,12 @@ class Texts:
                 self._known[one] = found  # it is in use: it is let go last
                 if best is None or found.tick >= best.tick:
                     best, at = found, i * PAGE
-        rest = Methods.UNKNOWN
+        # From a prompt's end on it was decoded.
+        rest = Methods.DENSE if best is not None and best.over and best.start == at else Methods.UNKNOWN
         for part in range(min(at + PAGE - 1, end), at - 1, -1):
             found = self._known.get(self._end(request, part))
             if found is not None and (best is None or found.tick >= best.tick):
-                best, at, rest = found, part, Methods.DENSE if found.over else rest
+                best, at, rest = found, part, Methods.DENSE if found.over else Methods.UNKNOWN
                 break
         counts = [0, 0] if best is None else best.upto(at)
         counts[rest] += end - at
