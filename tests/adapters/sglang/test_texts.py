@@ -188,6 +188,14 @@ def test_of_two_that_compute_the_same_at_once_the_first_counts() -> None:
     assert Before(sparse=1600, dense=160, methods=("rowmax",)) == found
 
 
+def test_what_was_computed_again_behind_an_eviction_goes_before_what_stood_there() -> None:
+    """Even where the answer is what another prompt had there."""
+    server = Server()
+    server.run("a", LONG[:1600], 0, "rowmax")
+    assert 320 == server.run("b", LONG[:704], 320, "").sparse
+    assert Before(sparse=320, dense=680, methods=("rowmax",)) == server.run("c", [*LONG[:1000], 9, 9], 1000, "")
+
+
 def test_salts_keep_prefixes_apart() -> None:
     server = Server()
     server.run("a", LONG, 0, "rowmax")
