@@ -16,8 +16,8 @@ from sparseprefill.breakeven.before import Before
 from .requests import Row
 
 Write = Callable[[str], None]
-"""Told how a row's chunk was computed, once that is known: by the method of this name, or, where it is empty, with every
-key."""
+"""Told how a row's chunk was computed, once that is known: by the method of this name, or, where that is empty, with
+every key."""
 UNTOLD = "the server does not tell which keys they are"
 
 

@@ -118,9 +118,9 @@ class Report:
     kernels: how many calls each kernel computed, by its name and, in brackets, why no faster one did (`plan.Kernel`); a
     call in parts counts for each kernel that it met. prefills: that ran sparse in some layer. measured_prefills: of
     them, of which recall was to be measured. strict_recall: below which calls count as low; None where nothing was
-    asked for. gated: of the reasons those that the gate gave, with counts of calls. prompts: by how they ran, and behind
-    what a cache held of them ("sparse behind dense"). cached: those tokens, by how they were computed ("sparse", "dense",
-    "unknown"). off: how the host is told to have no gate.
+    asked for. gated: of the reasons those that the gate gave, with counts of calls. prompts: by how they ran, and
+    behind what a cache held of them ("sparse behind dense"). cached: those tokens, by how they were computed
+    ("sparse", "dense", "unknown"). off: how the host is told to have no gate.
     """
 
     method: str

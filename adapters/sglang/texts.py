@@ -4,16 +4,17 @@ Which slots a prefix has is known on the device alone, and decoding does not com
 prefix by its tokens, its salt and its LoRA, and so is it remembered here: by a hash of every 16 tokens and what stands
 before them, as a store would name its pages. Where keys lie, and where they are moved to, makes no difference then.
 
-The radix cache lets go of the end of a prefix first, and finds as much of a prompt as there is. So where a request begins,
-nothing was there, and what was written last on a prefix's way is what is there. Decoding wrote what follows the end of a
-prompt. The last tokens of a prompt are computed again in any case, and where two requests compute the same, the cache
-keeps what came first.
+The radix cache lets go of the end of a prefix first, and finds as much of a prompt as there is. So where a request
+begins, nothing was there, and what was written last on a prefix's way is what is there. Decoding wrote what follows the
+end of a prompt. The last tokens of a prompt are computed again in any case, and where two requests compute the same,
+the cache keeps what came first.
 """
 
 from __future__ import annotations
 
 import weakref
 from array import array
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -50,8 +51,8 @@ class _Chunk:
 
 @define(eq=False)
 class _Text:
-    """hashes: of a request's first 16 tokens, of its first 32, and so on. begun: when it found the prefix that it goes on
-    behind. end: of its last chunk, which is `last` once it is computed."""
+    """hashes: of a request's first 16 tokens, of its first 32, and so on. begun: when it found the prefix that it goes
+    on behind. end: of its last chunk, which is `last` once it is computed."""
 
     request: weakref.ref[Any]
     hashes: list[int] = field(factory=list)
@@ -64,15 +65,15 @@ class _Text:
 class Texts:
     """Chunks by the hash of their tokens and of those before them.
 
-    find: a request of an id; None where there is none. most: pages that are remembered. page: tokens of one of SGLang's.
-    why: nothing is known of them, or empty.
+    find: a request of an id; None where there is none. most: pages that are remembered. page: tokens of one of
+    SGLang's. why: nothing is known of them, or empty.
     """
 
     find: Callable[[str], Any]
     most: int = 1 << 16
     page: int = 1
     why: str = ""
-    _known: dict[int, _Chunk] = field(factory=dict, init=False)
+    _known: OrderedDict[int, _Chunk] = field(factory=OrderedDict, init=False)
     _texts: dict[str, _Text] = field(factory=dict, init=False)
     _methods: Methods = field(factory=Methods, init=False)
     _tick: int = field(default=0, init=False)
@@ -106,18 +107,16 @@ class Texts:
                 self._known.setdefault(one, _Chunk(first * PAGE, known, Methods.DENSE, self._tick, True))
             made = _Chunk(row.start, counts, number, self._tick, over)
             for at, one in enumerate(mine, first + 1):
-                there = self._known.pop(one, None)
-                if there is not None and (again or there.tick > begun):
-                    self._known[one] = there  # the radix cache keeps what came first
+                there = self._known.get(one)
+                if there is not None and (again or there.tick > begun):  # the radix cache keeps what came first
                     made = _Chunk(at * PAGE, tuple(there.upto(at * PAGE)), number, self._tick, over)
                 else:
-                    self._known[one] = made
-            self._known.pop(end, None)
-            self._known[end] = made
+                    self._keep(one, made)
+            self._keep(end, made)
             if text.end == row.end:
                 text.last = made
             while len(self._known) > self.most:
-                del self._known[next(iter(self._known))]
+                self._known.popitem(last=False)
 
         return write
 
@@ -129,9 +128,9 @@ class Texts:
         """Of a request's first tokens those of each method's number."""
         best, at = None, 0
         for i, one in enumerate(self._pages(request, end), 1):
-            found = self._known.pop(one, None)
+            found = self._known.get(one)
             if found is not None:
-                self._known[one] = found  # it is in use: it is let go last
+                self._keep(one, found)
                 if best is None or found.tick >= best.tick:
                     best, at = found, i * PAGE
         # From a prompt's end on it was decoded.
@@ -144,6 +143,11 @@ class Texts:
         counts = [0, 0] if best is None else best.upto(at)
         counts[rest] += end - at
         return counts
+
+    def _keep(self, one: int, chunk: _Chunk) -> None:
+        """It is in use: it is let go last."""
+        self._known[one] = chunk
+        self._known.move_to_end(one)
 
     def _text(self, request: Any) -> _Text:
         text = self._texts.get(request.rid)

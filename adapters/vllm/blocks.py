@@ -1,8 +1,8 @@
 """How each block of vLLM's KV cache was written, as far as this process has seen.
 
-A worker is told of its blocks once a step, in what the scheduler sends (``SchedulerOutput``): which ones a request gets,
-and from which token on it computes them. A block that a request gets anew holds nothing yet, so what was known of it
-is forgotten; what decoding writes there has every key. Blocks before the first token that a request computes were
+A worker is told of its blocks once a step, in what the scheduler sends (``SchedulerOutput``): which ones a request
+gets, and from which token on it computes them. A block that a request gets anew holds nothing yet, so what was known of
+it is forgotten; what decoding writes there has every key. Blocks before the first token that a request computes were
 written earlier: here, or, where there is a connector, by whoever filled the store.
 """
 
@@ -77,10 +77,10 @@ class Blocks:
         table = self.tables.get(row.name or "")
         if self.why or table is None:
             return Before(unknown=row.start, why=self.why or UNTOLD)
-        at = table[: -(-row.start // self.size)]
-        self._room(max(at, default=0))
-        found = self._how[at].flatten()[: row.start]
-        return self._methods.before(found.bincount().tolist(), UNTOLD)
+        at = torch.tensor(table[: -(-row.start // self.size)], dtype=torch.long)
+        found = self._how[at].flatten()[: row.start].bincount(minlength=1).tolist()
+        found[Methods.UNKNOWN] += row.start - sum(found)
+        return self._methods.before(found, UNTOLD)
 
     def writing(self, row: Row) -> Write:
         """See `Written`."""
@@ -88,8 +88,7 @@ class Blocks:
         if self.why or table is None:
             return _nothing
         first = row.start // self.size
-        at = table[first : -(-row.end // self.size)]
-        self._room(max(at, default=0))
+        at = torch.tensor(table[first : -(-row.end // self.size)], dtype=torch.long)
         begin, end = row.start - first * self.size, row.end - first * self.size
 
         def write(method: str) -> None:
@@ -102,6 +101,7 @@ class Blocks:
     def _give(self, name: str, ids: Sequence[Sequence[int]], computed: int) -> list[int]:
         """A request gets all of its blocks, of which so many tokens are computed. Those that hold none of them."""
         table = self.tables[name] = list(ids[self.group])
+        self._room(max(table, default=0))
         return table[-(-computed // self.size) :]
 
     def _room(self, block: int) -> None:
@@ -117,7 +117,8 @@ def watch(runtime: Runtime, config: Any, layer: str) -> None:
     """Have a runtime told of the blocks of its model runner, once. layer: by its name, one that runs sparse."""
     if runtime.written is not None:
         return
-    store = getattr(getattr(config, "kv_transfer_config", None), "kv_connector", None)
+    given = getattr(config, "kv_transfer_config", None)
+    store = getattr(given, "kv_connector", None) if getattr(given, "is_kv_consumer", True) else None
     blocks = runtime.written = Blocks(layer=layer, why="" if store is None else STORE.format(name=store))
     if blocks.why:
         return

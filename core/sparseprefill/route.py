@@ -241,12 +241,10 @@ class Route(Runner):
         memory.put(key, _Word(start, last, found, after))
         return found
 
-    def _behind(
-        self, call: AttentionCall, first: int, last: int, chunk: int, cached: Before | None
-    ) -> Verdict | None:
-        """The verdict on a request that begins behind keys of another one, such as a turn before: it goes on as they were
-        computed. None where they are too few to bind it, and, where nobody knows, if this gate would not have computed
-        them dense.
+    def _behind(self, call: AttentionCall, first: int, last: int, chunk: int, cached: Before | None) -> Verdict | None:
+        """The verdict on a request that begins behind keys of another one, such as a turn before: it goes on as they
+        were computed. None where they are too few to bind it, and, where nobody knows, if this gate would not have
+        computed them dense.
 
         last: end of its prompt, as far as is known. cached: how the keys before its own `first` token were computed.
         """

@@ -10,11 +10,11 @@ LEFT = "behind cached tokens ({before}) the prompt runs sparse, by what is left 
 
 @frozen(kw_only=True)
 class Before:
-    """Tokens of a prompt that a cache held as it began: computed by a method's mask (sparse), with every key (dense), or
-    nobody here knows how. methods: that computed the sparse ones. why: nobody knows.
+    """Tokens of a prompt that a cache held as it began: computed by a method's mask (sparse), with every key (dense),
+    or nobody here knows how. methods: that computed the sparse ones. why: nobody knows.
 
-    Whoever keeps the cache writes down of each of its rows how it was written. A token is sparse if any layer computed it
-    by a method; what decoding wrote is dense.
+    Whoever keeps the cache writes down how each of its rows was written. A token is sparse if any layer computed it by
+    a method; what decoding wrote is dense.
     """
 
     sparse: int = 0

@@ -88,8 +88,8 @@ def alone(name: str, variables: dict[str, str]) -> None:
 
 
 def run(asked: str, answered: str) -> None:
-    """Run the turns of a job: lists of requests that come at once, one that goes on with what the last one was asked and
-    answered, or one that is aborted."""
+    """Run the turns of a job: lists of requests that come at once, one that goes on with what the last one was asked
+    and answered, or one that is aborted."""
     job = json.loads(Path(asked).read_text())
     given = {**USUAL, "prefill_attention_backend": "sparseprefill", **job.get("engine", {})}
     engine = import_module("sglang").Engine(model_path=job["model"], skip_tokenizer_init=True, **given)

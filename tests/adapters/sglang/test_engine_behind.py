@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -30,7 +29,7 @@ JOBS: dict[str, list[dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What is reported of each job, with what its last request found in the cache."""
     folder = tmp_path_factory.mktemp("behind")
     model, gate = str(save("qwen3", folder / "qwen3")), folder / "table.json"
@@ -42,7 +41,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
         found = {name: answer(name) for name in jobs}
     for one in found.values():
         assert "failed" not in one, one["failed"][-4000:]
-    yield {name: {**one["reports"][0], "found": one["turns"][-1][0]["cached"]} for name, one in found.items()}
+    return {name: {**one["reports"][0], "found": one["turns"][-1][0]["cached"]} for name, one in found.items()}
 
 
 def test_a_short_prompt_goes_on_sparse_behind_the_beginning_of_a_long_one(reports: dict[str, Any]) -> None:

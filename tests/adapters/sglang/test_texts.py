@@ -241,7 +241,7 @@ def test_another_request_of_the_same_id_is_another() -> None:
 )
 def test_a_store_outside_may_have_brought_what_is_there(flags: dict[str, Any], why: str) -> None:
     found = texts_of(SimpleNamespace(server_args=SimpleNamespace(**flags), max_total_num_tokens=1 << 20, page_size=64))
-    assert (why, 64, 1 << 18) == (found.why, found.page, found.most)
+    assert (why, 64, 1 << 17) == (found.why, found.page, found.most)
     assert LEAST == texts_of(SimpleNamespace(server_args=SimpleNamespace())).most
     if why:
         assert Before(unknown=9, why=why) == found.before(Row(9, 20, "a"))

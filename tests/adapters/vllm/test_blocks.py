@@ -95,7 +95,9 @@ class Engine(RuleBasedStateMachine):
 
     def hit(self, tokens: list[int]) -> list[int]:
         found = list[int]()
-        while (end := (len(found) + 1) * SIZE) < len(tokens) and (block := self.cached.get(tuple(tokens[:end]))) is not None:
+        while (end := (len(found) + 1) * SIZE) < len(tokens) and (
+            block := self.cached.get(tuple(tokens[:end]))
+        ) is not None:
             found.append(block)
         for block in found:
             self.users[block] += 1
@@ -122,14 +124,16 @@ class Engine(RuleBasedStateMachine):
             (
                 one.blocks[start // SIZE]
                 for one in self.running.values()
-                if start + share < min(one.done + 1, len(tokens)) and one.tokens[: start + share] == tokens[: start + share]
+                if share
+                and start + share < min(one.done + 1, len(tokens))
+                and one.tokens[: start + share] == tokens[: start + share]
             ),
             None,
         )
-        if source is not None and share:
+        if source is not None:
             copies = [(source, more[0])]
-            for at in range(SIZE):
-                self.truth[more[0], at] = self.truth.get((source, at), "")
+            for i in range(SIZE):
+                self.truth[more[0], i] = self.truth.get((source, i), "")
             start += share
         request = self.running[name] = Request(tokens, [*blocks, *more], start)
         if again:

@@ -44,8 +44,7 @@ def chosen(least: int, start: int, end: int, before: Before | None, memory: sp.M
         (
             Before(sparse=600, dense=300, unknown=200, methods=("a", "b"), why="a store may have brought them"),
             "sparse",
-            "600 computed sparse by a, b; 300 computed dense; "
-            "200 nobody knows how: a store may have brought them",
+            "600 computed sparse by a, b; 300 computed dense; 200 nobody knows how: a store may have brought them",
         ),
         (Before(sparse=5, dense=5), "unknown", "5 computed sparse; 5 computed dense"),
         (Before(sparse=1, unknown=2), "unknown", "1 computed sparse; 2 nobody knows how"),
