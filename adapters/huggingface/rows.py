@@ -1,4 +1,4 @@
-"""How the rows of a transformers cache were written, as far as the attached model's forwards tell.
+"""The rows of a transformers cache, by how they were written, as far as the attached model's forwards tell.
 
 The word stands on the cache itself, so that copies of it have it, too, such as those of a prompt that several others
 begin with. Cropping leaves it true of the rows that are left: a forward writes behind those.
@@ -54,7 +54,7 @@ class Rows:
 
 
 def rows_of(cache: Any) -> Rows:
-    """What is known of a cache's rows."""
+    """Everything that is known of a cache's rows."""
     found = getattr(cache, NAME, None)
     return found if isinstance(found, Rows) else Rows()
 

@@ -18,8 +18,7 @@ from sparseprefill.breakeven.before import Before
 from sparseprefill.errors import numberless
 
 from ..session.kinds import MOST, OTHERS, Code, Why
-from ..session.ledger import Ran
-from ..session.prompts import by_how
+from ..session.ledger import Ran, by_how
 from ..session.report import Mode
 from ..session.session import Session
 from ..session.watch import CallRecall

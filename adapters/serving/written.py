@@ -1,4 +1,4 @@
-"""How the keys in a server's cache were written: by a method, or with every key.
+"""The keys in a server's cache, by how they were written: by a method, or with every key.
 
 A prompt that begins behind a cached prefix goes on as that was computed (`Route`). Servers differ in what they tell of
 their pages, so each adapter has a `Written` of its own; all of them are on the host, and are told once a step.
@@ -25,7 +25,7 @@ class Written(Protocol):
     """Memory of what each part of the cache was written by."""
 
     def before(self, row: Row) -> Before:
-        """How the tokens before a row were computed, of a request that begins with it."""
+        """Tokens before a row, by how they were computed; the row is the first of its request."""
         ...
 
     def writing(self, row: Row) -> Write:

@@ -27,9 +27,8 @@ from sparseprefill.profiles.profile import Profile
 from sparseprefill.route import Route, gated
 
 from .kinds import MOST, Code, Kinds, Why
-from .ledger import LayerRecord, Ran, Room
+from .ledger import LayerRecord, Prompts, Ran, Room
 from .options import HostOptions
-from .prompts import Prompts
 from .prospects import NOT_CHOSEN, prospects
 from .repeat import Recordings, Repeat, key_of, may_repeat, run_repeated, shortened
 from .report import Report

@@ -91,7 +91,7 @@ def make_runtime(runner: Any, options: Options, host: str) -> Runtime:
 
 
 def texts_of(runner: Any) -> Texts:
-    """What is remembered of the radix cache: twice the tokens of the pool, as a host's memory may hold more."""
+    """Memory of the radix cache: twice the tokens of the pool, as a host's memory may hold more."""
     flag, tokens = outside(runner.server_args), int(getattr(runner, "max_total_num_tokens", None) or 0)
     most, why = max(2 * tokens // PAGE, LEAST), STORE.format(flag=flag) if flag else ""
     return Texts(known.find, most, int(getattr(runner, "page_size", None) or 1), why)

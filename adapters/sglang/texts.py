@@ -1,4 +1,4 @@
-"""How each prefix in SGLang's radix cache was written, as far as this process has seen.
+"""The prefixes in SGLang's radix cache, by how they were written, as far as this process has seen.
 
 Which slots a prefix has is known on the device alone, and decoding does not come to this backend. But SGLang finds a
 prefix by its tokens, its salt and its LoRA, and so is it remembered here: by a hash of every 16 tokens and what stands
@@ -173,7 +173,7 @@ class Texts:
 
 
 def _begin(request: Any) -> int:
-    """What keeps the prefixes of requests apart, whatever their tokens are."""
+    """A number that keeps the prefixes of requests apart, whatever their tokens are."""
     return hash((request.extra_key, request.cache_salt))
 
 

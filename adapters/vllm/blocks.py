@@ -1,4 +1,4 @@
-"""How each block of vLLM's KV cache was written, as far as this process has seen.
+"""The blocks of vLLM's KV cache, by how they were written, as far as this process has seen.
 
 A worker is told of its blocks once a step, in what the scheduler sends (``SchedulerOutput``): which ones a request
 gets, and from which token on it computes them. A block that a request gets anew holds nothing yet, so what was known of
@@ -46,7 +46,7 @@ class Blocks:
     size: int = 0
     tables: dict[str, list[int]] = field(factory=dict, init=False)
     _methods: Methods = field(factory=Methods, init=False)
-    _how: Tensor = field(factory=lambda: torch.zeros(0, 0, dtype=torch.uint8), init=False)
+    _how: Tensor = field(factory=lambda: torch.zeros(0, 0, dtype=torch.uint8, device="cpu"), init=False)
 
     def take(self, output: Any) -> None:
         """A step begins. output: vLLM's SchedulerOutput."""
@@ -77,7 +77,7 @@ class Blocks:
         table = self.tables.get(row.name or "")
         if self.why or table is None:
             return Before(unknown=row.start, why=self.why or UNTOLD)
-        at = torch.tensor(table[: -(-row.start // self.size)], dtype=torch.long)
+        at = torch.tensor(table[: -(-row.start // self.size)], dtype=torch.long, device="cpu")
         found = self._how[at].flatten()[: row.start].bincount(minlength=1).tolist()
         found[Methods.UNKNOWN] += row.start - sum(found)
         return self._methods.before(found, UNTOLD)
@@ -88,7 +88,7 @@ class Blocks:
         if self.why or table is None:
             return _nothing
         first = row.start // self.size
-        at = torch.tensor(table[first : -(-row.end // self.size)], dtype=torch.long)
+        at = torch.tensor(table[first : -(-row.end // self.size)], dtype=torch.long, device="cpu")
         begin, end = row.start - first * self.size, row.end - first * self.size
 
         def write(method: str) -> None:
@@ -107,7 +107,7 @@ class Blocks:
     def _room(self, block: int) -> None:
         """Room for a block of this number: as the engine has no more blocks than fit its memory, a byte a token."""
         if block >= len(self._how):
-            more = torch.zeros(max(block + 1, 2 * len(self._how)), self.size, dtype=torch.uint8)
+            more = torch.zeros(max(block + 1, 2 * len(self._how)), self.size, dtype=torch.uint8, device="cpu")
             if len(self._how):
                 more[: len(self._how)] = self._how
             self._how = more

@@ -1,4 +1,4 @@
-"""How the keys were computed that a prompt found in a cache."""
+"""Tokens that a prompt found in a cache, by how they were computed."""
 
 from __future__ import annotations
 

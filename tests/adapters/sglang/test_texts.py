@@ -215,7 +215,7 @@ def test_pages_that_nobody_asks_for_are_forgotten() -> None:
 
 
 def test_a_request_that_nobody_knows_is_unknown() -> None:
-    ours = Texts({}.get)
+    ours = Texts(dict[str, Any]().get)
     assert Before(unknown=64, why="the server does not tell which keys they are") == ours.before(Row(64, 128, "a"))
     ours.writing(Row(64, 128, "a"))("rowmax")
     assert {} == ours._known
