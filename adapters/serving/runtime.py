@@ -29,7 +29,7 @@ from .summary import SECONDS, Summary, every
 from .tally import Chunk, Owner, Served, Tally
 from .tensor_parallel import LocalRegistry
 from .wishes import OFF, Unknown
-from .written import Write, Written
+from .written import LOST, Unwritten, Write, Written, nowhere
 
 LEFT_DENSE = "gate or profile leave each of them dense"
 STEPS = 1024
@@ -177,22 +177,48 @@ class Runtime:
         if seconds and self.model.first_head == 0 and log.isEnabledFor(logging.INFO):
             every(seconds, self, self.tell)
 
+    def lose(self, error: Exception) -> None:
+        """The server tells of its cache otherwise than it is understood: no more is known of it, and nothing ends."""
+        self.written = Unwritten(LOST.format(error=reason(error)))
+        log.warning("sparseprefill: how cached tokens were computed: %s", self.written.why)
+
     def _before(self, row: Row) -> Before | None:
-        return None if self.written is None else self.written.before(row)
+        if self.written is None:
+            return None
+        try:
+            return self.written.before(row)
+        except Exception as error:
+            self.lose(error)
+            return self.written.before(row)
+
+    def _writing(self, row: Row) -> Write:
+        try:
+            return nowhere if self.written is None or row.name is None else self.written.writing(row)
+        except Exception as error:
+            self.lose(error)
+            return nowhere
 
     def _begin(self, row: Row, prefill: Prefill) -> Chunk | None:
         """A row's chunk, if it may run sparse; else it is counted at once."""
         served, tokens = self.serving(row), row.end - row.start
-        write = None if self.written is None or row.name is None else self.written.writing(row)
-        chunk = self._chunk(served, row, tokens)
+        write, chunk = self._writing(row), self._chunk(served, row, tokens)
         if chunk is not None:
-            chunk.ended = partial(_ended, served, prefill, write)
-            return chunk
-        if write is not None:
-            write("")
-        if row.prompt is not None and row.end >= row.prompt:
-            _count(served, prefill, "dense")
-        return None
+            chunk.ended = partial(self._ended, served, prefill, write)
+        else:
+            self._ended(served, None if row.prompt is None or row.end < row.prompt else prefill, write, False)
+        return chunk
+
+    def _ended(self, served: Served, prefill: Prefill | None, write: Write, sparse: bool) -> None:
+        """A chunk is through all layers. prefill: whose first one tells how it runs; None where that is yet to come."""
+        try:
+            write(served.session.route.name if sparse else "")
+        except Exception as error:
+            self.lose(error)
+        if prefill is not None and not prefill.counted:
+            prefill.counted = True
+            mode: Mode = "sparse" if sparse else "dense"
+            served.session.prompts.count(mode, prefill.before)
+            served.tally.prompt(mode, prefill.before)
 
     def _chunk(self, served: Served, row: Row, tokens: int) -> Chunk | None:
         if row.prompt is None and self.options.tail:
@@ -329,21 +355,6 @@ class Runtime:
         """Every report as plain data, with its ``text``; that of the profiles under ``profiles``."""
         others = {name: plain(self.report(name)) for name in self.profiles}
         return {**plain(self.report()), "worker": self.tally.owner.worker, "profiles": others}
-
-
-def _ended(served: Served, prefill: Prefill, write: Write | None, sparse: bool) -> None:
-    """A chunk is through all layers."""
-    if write is not None:
-        write(served.session.route.name if sparse else "")
-    _count(served, prefill, "sparse" if sparse else "dense")
-
-
-def _count(served: Served, prefill: Prefill, mode: Mode) -> None:
-    """A prefill ran in a mode, which its first chunk tells that may run sparse, or its last one."""
-    if not prefill.counted:
-        prefill.counted = True
-        served.session.prompts.count(mode, prefill.before)
-        served.tally.prompt(mode, prefill.before)
 
 
 def plain(report: Report) -> dict[str, Any]:

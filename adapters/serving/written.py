@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from attrs import define, field
+from attrs import define, field, frozen
 
 from sparseprefill.breakeven.before import Before
 
@@ -19,6 +19,8 @@ Write = Callable[[str], None]
 """Told how a row's chunk was computed, once that is known: by the method of this name, or, where that is empty, with
 every key."""
 UNTOLD = "the server does not tell which keys they are"
+STORE = "{name} may have brought them"
+LOST = "it is not known any more, after {error}"
 
 
 class Written(Protocol):
@@ -31,6 +33,25 @@ class Written(Protocol):
     def writing(self, row: Row) -> Write:
         """A row is computed in this step. What it returns is called when that is over, which may be in a later one."""
         ...
+
+
+@frozen(eq=False)
+class Unwritten:
+    """A cache of which nobody knows how it was written, and why."""
+
+    why: str
+
+    def before(self, row: Row) -> Before:
+        """See `Written`."""
+        return Before(unknown=row.start, why=self.why)
+
+    def writing(self, row: Row) -> Write:
+        """See `Written`."""
+        return nowhere
+
+
+def nowhere(method: str) -> None:
+    """In the place of a `Write` of a row whose keys nobody can tell."""
 
 
 @define(eq=False)

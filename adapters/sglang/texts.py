@@ -23,11 +23,10 @@ from attrs import define, field, frozen
 from sparseprefill.breakeven.before import Before
 
 from ..serving.requests import Row
-from ..serving.written import UNTOLD, Methods, Write
+from ..serving.written import UNTOLD, Methods, Write, nowhere
 
 PAGE, WIDTH = 16, 8
 """Tokens that are remembered together, and bytes of one."""
-STORE = "{flag} may have brought them"
 FORGOTTEN = "too long ago, or within 16 tokens that others went on with otherwise"
 
 
@@ -66,13 +65,12 @@ class Texts:
     """Chunks by the hash of their tokens and of those before them.
 
     find: a request of an id; None where there is none. most: pages that are remembered. page: tokens of one of
-    SGLang's. why: nothing is known of them, or empty.
+    SGLang's.
     """
 
     find: Callable[[str], Any]
     most: int = 1 << 16
     page: int = 1
-    why: str = ""
     _known: OrderedDict[int, _Chunk] = field(factory=OrderedDict, init=False)
     _texts: dict[str, _Text] = field(factory=dict, init=False)
     _methods: Methods = field(factory=Methods, init=False)
@@ -81,15 +79,15 @@ class Texts:
     def before(self, row: Row) -> Before:
         """See `Written`."""
         request = self.find(row.name or "")
-        if self.why or request is None:
-            return Before(unknown=row.start, why=self.why or UNTOLD)
+        if request is None:
+            return Before(unknown=row.start, why=UNTOLD)
         return self._methods.before(self._counts(request, row.start), FORGOTTEN)
 
     def writing(self, row: Row) -> Write:
         """See `Written`."""
         request = self.find(row.name or "")
-        if self.why or request is None:
-            return _nothing
+        if request is None:
+            return nowhere
         text, first = self._text(request), row.start // PAGE
         if text.end != row.start:
             text.begun, text.last = self._tick, None
@@ -180,7 +178,3 @@ def _begin(request: Any) -> int:
 def _told(request: Any, first: int, last: int) -> bytes:
     """Some tokens of a request, its answer until now among them."""
     return array("q", request.full_untruncated_fill_ids[first:last]).tobytes()
-
-
-def _nothing(method: str) -> None:
-    """Nobody knows whose."""

@@ -9,7 +9,6 @@ written earlier: here, or, where there is a connector, by whoever filled the sto
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any
@@ -20,27 +19,19 @@ from torch import Tensor
 
 from sparseprefill.breakeven.before import Before
 
-from ..serving.failures import reason
 from ..serving.requests import Row
-from ..serving.wishes import SWITCH
-from ..serving.written import UNTOLD, Methods, Write
+from ..serving.written import STORE, UNTOLD, Methods, Unwritten, Write, nowhere
 from .runtime import Runtime
 
-STORE = "{name} may have brought them"
-LOST = "how cached tokens were computed is not known any more: {error}"
 TOLD = ("update_requests", "_update_states")
 """Methods of model runner V2 and V1 that take what the scheduler sends, ahead of the metadata."""
-log = logging.getLogger(__name__)
 
 
 @define(eq=False)
 class Blocks:
-    """Numbers of methods by token of each block. why: nothing is known of them, or empty.
+    """Numbers of methods by token of each block. layer: by its name, one that reads them. group, size: of layers that
+    share a table with it, and the tokens of a block; 0 until that is known."""
 
-    group, size: of the KV cache whose blocks they are, and the tokens of one; None until that is known.
-    """
-
-    why: str = ""
     layer: str = ""
     group: int = 0
     size: int = 0
@@ -75,8 +66,8 @@ class Blocks:
     def before(self, row: Row) -> Before:
         """See `Written`."""
         table = self.tables.get(row.name or "")
-        if self.why or table is None:
-            return Before(unknown=row.start, why=self.why or UNTOLD)
+        if table is None:
+            return Before(unknown=row.start, why=UNTOLD)
         at = torch.tensor(table[: -(-row.start // self.size)], dtype=torch.long, device="cpu")
         found = self._how[at].flatten()[: row.start].bincount(minlength=1).tolist()
         found[Methods.UNKNOWN] += row.start - sum(found)
@@ -85,8 +76,8 @@ class Blocks:
     def writing(self, row: Row) -> Write:
         """See `Written`."""
         table = self.tables.get(row.name or "")
-        if self.why or table is None:
-            return _nothing
+        if table is None:
+            return nowhere
         first = row.start // self.size
         at = torch.tensor(table[first : -(-row.end // self.size)], dtype=torch.long, device="cpu")
         begin, end = row.start - first * self.size, row.end - first * self.size
@@ -119,29 +110,24 @@ def watch(runtime: Runtime, config: Any, layer: str) -> None:
         return
     given = getattr(config, "kv_transfer_config", None)
     store = getattr(given, "kv_connector", None) if getattr(given, "is_kv_consumer", True) else None
-    blocks = runtime.written = Blocks(layer=layer, why="" if store is None else STORE.format(name=store))
-    if blocks.why:
-        return
-    runner = runtime.names.runner
+    runner, blocks = runtime.names.runner, Blocks(layer=layer)
     name = next((one for one in TOLD if hasattr(runner, one)), None)
-    if name is None:
-        blocks.why = UNTOLD
+    if name is None or store is not None:
+        runtime.written = Unwritten(UNTOLD if store is None else STORE.format(name=store))
         return
-    taking = getattr(runner, name)
+    runtime.written, taking = blocks, getattr(runner, name)
 
     @functools.wraps(taking)
     def told(output: Any, *args: Any, **kwargs: Any) -> Any:
-        if not blocks.why:
+        if runtime.written is blocks:
             try:
                 runtime.settle()  # what the step before has written, ahead of blocks that go to others now
                 _find(blocks, runner)
                 blocks.take(output)
-            except Exception as error:  # this vLLM says it otherwise: prompts are judged by their length, then
-                blocks.why = LOST.format(error=reason(error))
-                log.warning("sparseprefill: %s", blocks.why)
+            except Exception as error:
+                runtime.lose(error)
         return taking(output, *args, **kwargs)
 
-    setattr(told, SWITCH, True)
     setattr(runner, name, told)
 
 
@@ -152,7 +138,3 @@ def _find(blocks: Blocks, runner: Any) -> None:
     groups = runner.kv_cache_config.kv_cache_groups
     blocks.group = next((i for i, one in enumerate(groups) if blocks.layer in one.layer_names), 0)
     blocks.size = int(groups[blocks.group].kv_cache_spec.block_size)
-
-
-def _nothing(method: str) -> None:
-    """Nobody knows where."""

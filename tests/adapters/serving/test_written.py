@@ -158,6 +158,22 @@ def test_layers_go_on_as_the_prefix_was_computed(before: Before, sparse: bool) -
         x = torch.randn(1, HEADS, 140, SIZE)
 
 
+@pytest.mark.parametrize("place", ["before", "writing", "write"])
+def test_what_cannot_be_kept_ends_nothing_and_is_said_once(place: str, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(*_: object) -> Any:
+        raise KeyError("block")
+
+    server = Server(Before(sparse=48))
+    setattr(server.cache, "writing" if place == "write" else place, fail if place != "write" else lambda row: fail)
+    for name in "ab":
+        server.step(Row(48, 90, name, 90), sparse=(0,))
+    (record,) = caplog.records
+    why = "it is not known any more, after KeyError: 'block'"
+    assert f"sparseprefill: how cached tokens were computed: {why}" == record.getMessage()
+    assert {"sparse behind sparse", "sparse behind unknown"} >= set(server.report.prompts)
+    assert Before(unknown=5, why=why) == server.mine.requests.before(Row(5, 9, "c"))
+
+
 def test_numbers_of_methods_are_given_once_and_run_out() -> None:
     methods = Methods()
     assert [1, 2, 3, 2, 1] == [methods.number(name) for name in ("", "a", "b", "a", "")]

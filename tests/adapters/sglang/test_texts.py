@@ -16,7 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from sparseprefill.adapters.serving.requests import Row
-from sparseprefill.adapters.sglang.runtime import LEAST, texts_of
+from sparseprefill.adapters.sglang.runtime import LEAST, written_of
 from sparseprefill.adapters.sglang.texts import FORGOTTEN, PAGE, Texts
 
 from sparseprefill.breakeven.before import Before
@@ -229,6 +229,10 @@ def test_another_request_of_the_same_id_is_another() -> None:
     assert Before(unknown=64, why=FORGOTTEN) == server.run("a", [5] * 100, 64, "")
 
 
+def vars_of(found: Any) -> tuple[int, int]:
+    return found.page, found.most
+
+
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
@@ -240,11 +244,15 @@ def test_another_request_of_the_same_id_is_another() -> None:
     ],
 )
 def test_a_store_outside_may_have_brought_what_is_there(flags: dict[str, Any], why: str) -> None:
-    found = texts_of(SimpleNamespace(server_args=SimpleNamespace(**flags), max_total_num_tokens=1 << 20, page_size=64))
-    assert (why, 64, 1 << 17) == (found.why, found.page, found.most)
-    assert LEAST == texts_of(SimpleNamespace(server_args=SimpleNamespace())).most
+    runner = SimpleNamespace(server_args=SimpleNamespace(**flags), max_total_num_tokens=1 << 20, page_size=64)
+    found = written_of(runner)
     if why:
         assert Before(unknown=9, why=why) == found.before(Row(9, 20, "a"))
+        found.writing(Row(9, 20, "a"))("rowmax")
+    else:
+        assert isinstance(found, Texts)
+        assert (64, 1 << 17) == (found.page, found.most)
+    assert vars_of(written_of(SimpleNamespace(server_args=SimpleNamespace()))) == (1, LEAST)
 
 
 def test_a_chunk_costs_little() -> None:
