@@ -44,7 +44,7 @@ class _Entry:
 @define(eq=False)
 class Requests:
     """Prefills in progress, by their requests. chunk: most tokens of a prompt that one step computes, 0 where that is
-    unknown. before: tells how was computed what a cache held before a request's first row. finished: how many are over.
+    unknown. finished: how many are over.
 
     A prefill is over, and its memory freed, once its request decodes, begins anew, or is gone. Steps that go by without
     it do not end it: other batches run in between, drafts of a speculator have metadata of their own, and a chunk may
@@ -53,18 +53,21 @@ class Requests:
     """
 
     chunk: int = 0
-    before: Callable[[Row], Before | None] = field(default=lambda row: None)
     finished: int = field(default=0, init=False)
     _entries: dict[str, _Entry] = field(factory=dict, init=False)
     _nameless: int = field(default=0, init=False)
 
     def step(
-        self, rows: Sequence[Row], decoding: Mapping[str | None, int], alive: Callable[[str], bool]
+        self,
+        rows: Sequence[Row],
+        decoding: Mapping[str | None, int],
+        alive: Callable[[str], bool],
+        before: Callable[[Row], Before | None] = lambda row: None,
     ) -> list[Prefill]:
         """The prefill of every row of one step, in order; drops those that are over.
 
         decoding: the first token of each of the step's other rows, by its request. alive: whether the host still has a
-        request of this id.
+        request of this id. before: how was computed what a cache held before a row, the first of its request.
         """
         self.finished += self._nameless  # nothing can go on with them
         self._nameless = 0
@@ -75,7 +78,7 @@ class Requests:
             elif name not in rows_of:
                 entry.prefill.memory.prefix.clear()
         alone = {name for name, count in rows_of.items() if count == 1 and name not in decoding}
-        return [self._next(row, row.name if row.name in alone else None) for row in rows]
+        return [self._next(row, row.name if row.name in alone else None, before) for row in rows]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -85,7 +88,7 @@ class Requests:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def _next(self, row: Row, name: str | None) -> Prefill:
+    def _next(self, row: Row, name: str | None, before: Callable[[Row], Before | None]) -> Prefill:
         if name is None:
             self._nameless += 1
             return Prefill(chunk=self.chunk, begin=row.start)
@@ -94,8 +97,8 @@ class Requests:
             self.end(name)
             known = None
         if known is None:
-            before = self.before(row) if row.start else None
-            prefill = Prefill(chunk=self.chunk, begin=row.start, before=before)
+            found = before(row) if row.start else None
+            prefill = Prefill(chunk=self.chunk, begin=row.start, before=found)
         else:
             prefill = known.prefill
         self._entries[name] = _Entry(prefill, row.end)

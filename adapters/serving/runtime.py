@@ -77,7 +77,6 @@ class Runtime:
     def __attrs_post_init__(self) -> None:
         self.main = Served(self.session, self.tally)
         self.pace = Pace(self.tally.summary.step)
-        self.requests.before = self._before
         self.unread = self.model.identity.layers - 1 if self.options.skip_unread else None
 
     @classmethod
@@ -125,7 +124,7 @@ class Runtime:
             self.settle()
             finished = self.requests.finished
             others = decoding([*self.requests.names, *(row.name for row in rows)]) if len(self.requests) else {}
-            found = self.requests.step(rows, others, self.alive)
+            found = self.requests.step(rows, others, self.alive, self._before)
             self._step = (step, found)
             self.chunks = [self._begin(row, prefill) for row, prefill in zip(rows, found, strict=True)]
             begun = [chunk for chunk in self.chunks if chunk is not None]

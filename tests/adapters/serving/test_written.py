@@ -171,7 +171,7 @@ def test_what_cannot_be_kept_ends_nothing_and_is_said_once(place: str, caplog: p
     why = "it is not known any more, after KeyError: 'block'"
     assert f"sparseprefill: how cached tokens were computed: {why}" == record.getMessage()
     assert {"sparse behind sparse", "sparse behind unknown"} >= set(server.report.prompts)
-    assert Before(unknown=5, why=why) == server.mine.requests.before(Row(5, 9, "c"))
+    assert Before(unknown=5, why=why) == server.mine._before(Row(5, 9, "c"))
 
 
 def test_numbers_of_methods_are_given_once_and_run_out() -> None:
