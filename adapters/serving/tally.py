@@ -251,8 +251,9 @@ class Chunk:
         else:
             ((why, _),) = self.reasons.most_common(1) or [(NO_LAYER, 0)]
             self.tally.dense(self.tokens, why)
-        if self.ended is not None:
-            self.ended(self.sparse > 0)
+        ended, self.ended = self.ended, None
+        if ended is not None:
+            ended(self.sparse > 0)
 
 
 @cache
