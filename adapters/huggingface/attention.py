@@ -23,6 +23,7 @@ from ..session.session import Fallback
 from .compiling import eagerly, refuse_one_graph, surroundings, unusual
 from .inspection import foreign
 from .masks import CUSTOM, Compact, LazyMask, Order, classify, stock
+from .rows import settle
 from .state import Attachment, Forward, Original, adopt, is_stock, owner_of, past_length, serving, sharing
 from .switch import LOCK, name_of
 
@@ -84,16 +85,10 @@ def make_attention(original: Original, min_query: int) -> Callable[..., Outputs]
             forward = _met(module)
             attached = None if forward is None else forward.owner
         if attached is not None and not (forward is not None and forward.stock):
-            draft = 0 if forward is None else forward.draft
-            if draft and isinstance(mask, LazyMask) and mask.order.tells(query):
-                # A prompt and a draft behind it: the prompt comes out as it does alone, and the draft is decoding.
-                first, last = mask.order.cut(draft)
-                found = _output(attached, forward, module, query[:, :, :-draft], key, value, first, kwargs)
-                if found is not None:
-                    dense = original.attention(module)
-                    behind, _ = dense(module, query[:, :, -draft:], key, value, last.stock(), **kwargs)
-                    return torch.cat([found, behind], 1), None
-            elif (found := _output(attached, forward, module, query, key, value, mask, kwargs)) is not None:
+            found = _parts(attached, forward, module, query, key, value, mask, kwargs)
+            if forward is not None and forward.late:
+                _tell_late(attached, forward)
+            if found is not None:
                 return found, None
         return original.attention(module)(module, query, key, value, stock(mask), **kwargs)
 
@@ -114,6 +109,38 @@ def make_attention(original: Original, min_query: int) -> Callable[..., Outputs]
         return prefill(module, query, key, value, attention_mask, kwargs)
 
     return attention
+
+
+def _parts(
+    attached: Attachment,
+    forward: Forward | None,
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    kwargs: dict[str, Any],
+) -> Tensor | None:
+    """As `_output`; a prompt with a draft behind it comes out as it does alone, and the draft is decoding."""
+    draft = 0 if forward is None else forward.draft
+    if not (draft and isinstance(mask, LazyMask) and mask.order.tells(query)):
+        return _output(attached, forward, module, query, key, value, mask, kwargs)
+    first, last = mask.order.cut(draft)
+    found = _output(attached, forward, module, query[:, :, :-draft], key, value, first, kwargs)
+    if found is None:
+        return None
+    dense = attached.original.attention(module)
+    behind, _ = dense(module, query[:, :, -draft:], key, value, last.stock(), **kwargs)
+    return torch.cat([found, behind], 1)
+
+
+def _tell_late(attached: Attachment, forward: Forward) -> None:
+    """Tell of a forward that no hook closes, after each of its layers."""
+    cache = forward.cache
+    if forward.dense is None and cache is not None:
+        attached.requests.keep(cache, forward.prefill, past_length(cache) if forward.end is None else forward.end)
+    if not attached.session.missing(forward.seen):
+        settle(attached, forward, cache)
 
 
 def _met(module: torch.nn.Module) -> Forward | None:
@@ -176,9 +203,6 @@ def _output(
             session.decline(layer, OUTSIDE, shape)
         return None
     forward.seen.add(layer)
-    if forward.late and forward.dense is None and forward.cache is not None:
-        end = past_length(forward.cache) if forward.end is None else forward.end
-        attached.requests.keep(forward.cache, forward.prefill, end)
     reason = forward.dense or _objection(attached.original, forward, module, query, key, value, mask, kwargs)
     if reason is not None:
         if reason != NOT_CAUSAL or not session.cross(layer):
@@ -216,6 +240,7 @@ def _output(
         raise outcome
     if not isinstance(outcome, Fallback):
         forward.known.update((kind, one) for one in repeats)
+        forward.sparse |= call.window is None
         return out
     if outcome.small:
         forward.known[kind] = outcome

@@ -16,6 +16,7 @@ from .attention import GRADIENT, TRAINING, WEIGHTS
 from .compiling import EXPORT, eagerly, refuse_one_graph, surroundings
 from .drafts import drafted
 from .inspection import CACHE, asks, cache_of
+from .rows import forget, rows_of, settle, write, write_short
 from .state import Attachment, Forward, current, is_steady, owner_of, past_length
 
 UNREACHED = (
@@ -126,6 +127,7 @@ def _open(attached: Attachment, module: torch.nn.Module, named: dict[str, Any]) 
     if module is not attached.decoder:  # the hook of a shallow copy
         return
     if not attached.serves or _overruled(attached, module):
+        _write_dense(named)
         attached.enter(Forward(attached, NOWHERE, stock=True, aside=owner_of(module) not in (None, attached)))
         return
     cache = cache_of(named)
@@ -137,11 +139,14 @@ def _open(attached: Attachment, module: torch.nn.Module, named: dict[str, Any]) 
     draft = drafted(attached, past)
     if draft and rows - draft < attached.session.min_query:
         attached.session.note(DRAFT)
+        write(cache, past, past + rows, "")
         attached.enter(Forward(attached, NOWHERE, stock=True))
         if cache is not None:
             attached.requests.drop(cache)
         return
     prefill, goes_on = attached.requests.advance(cache, past)
+    if past and not goes_on:
+        prefill.before = rows_of(cache).before(past)
     prefix = prefill.memory.prefix
     prefix.steady = is_steady(cache)
     if not prefix.steady:
@@ -152,7 +157,7 @@ def _open(attached: Attachment, module: torch.nn.Module, named: dict[str, Any]) 
     read = None if attached.reader is None or draft else attached.reader.rows()
     end = past + rows - draft if len(sizes) == 2 else None
     dense = _objection(attached, module, named)
-    forward = Forward(attached, prefill, cache, dense, draft=draft, end=end, read=read)
+    forward = Forward(attached, prefill, cache, dense, draft=draft, past=past, end=end, read=read)
     if dense is None:  # once for a forward: somebody may put a function there at any time
         forward.foreign = attached.foreign()
     attached.enter(forward)
@@ -163,19 +168,35 @@ def _close(attached: Attachment, module: torch.nn.Module, output: Any) -> None:
     if module is not attached.decoder:
         return
     forward = attached.leave()
-    if forward is None or forward.stock or output is None:
+    if forward is None or forward.stock:
+        return
+    if output is None:
+        forget(forward.cache, forward.past)
         return
     if forward.seen and forward.dense is None:
         _tell_missing(attached, forward.seen)
     cache = forward.cache
     if cache is None:
         cache = _made(output)
+    if forward.prefill is NOWHERE:  # nothing may be asked of tensors
+        if cache is not None:
+            forget(cache, 0)
+            attached.requests.drop(cache)
+        return
+    end = settle(attached, forward, cache)
     if cache is None:
         return
     if forward.dense is None:
-        attached.requests.keep(cache, forward.prefill, past_length(cache) if forward.end is None else forward.end)
+        attached.requests.keep(cache, forward.prefill, end)
     else:
         attached.requests.drop(cache)
+
+
+def _write_dense(named: dict[str, Any]) -> None:
+    """A forward with the host's own attention writes to its cache."""
+    cache = cache_of(named)
+    if cache is not None:
+        write_short(cache, max(_sizes(named)[1:], default=0))
 
 
 def _tell_missing(attached: Attachment, seen: set[int]) -> None:
@@ -202,7 +223,10 @@ def _made(output: Any) -> Any:
 
 @eagerly
 def _short(attached: Attachment, module: torch.nn.Module, named: dict[str, Any]) -> None:
-    if module is not attached.decoder or not attached.serves:
+    if module is not attached.decoder:
+        return
+    _write_dense(named)
+    if not attached.serves:
         return
     attached.session.count_short()
     if (before := current(attached)) is not None and before.late:

@@ -308,7 +308,8 @@ class Forward:
 
     dense: why every layer of it stays with the host's attention; None if nothing is. stock: it does not go through this
     session at all. aside: it may go through another's. draft: its last tokens that are a draft, and no part of the
-    prompt before them. end: tokens of that prompt in the cache when it has ended; None where its inputs do not tell.
+    prompt before them. past, end: tokens in the cache when it begins, and of that prompt when it has ended; None where
+    its inputs do not tell. sparse: a layer ran by the method.
     read: how many last rows are read; None for all. known: what a layer of a kind came to. foreign: what is
     not transformers' own in the attention function of a class of modules. seen: layers that called the attention
     function. over: it has ended. late: it began before the decoder was hooked, so nothing may tell of its end.
@@ -322,11 +323,13 @@ class Forward:
     stock: bool = False
     aside: bool = False
     draft: int = 0
+    past: int = 0
     end: int | None = None
     read: int | None = None
     known: dict[Hashable, Fallback | Repeat] = field(factory=dict, init=False)
     foreign: dict[type, str] = field(factory=dict, init=False)
     seen: set[int] = field(factory=set, init=False)
+    sparse: bool = field(default=False, init=False)
     over: bool = field(default=False, init=False)
     late: bool = field(default=False, init=False)
     outer: Forward | None = field(default=None, init=False)

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from attrs import define, field, frozen
 
+from sparseprefill.breakeven.before import Before
+
 from ..session.session import Prefill
 
 
@@ -56,12 +58,16 @@ class Requests:
     _nameless: int = field(default=0, init=False)
 
     def step(
-        self, rows: Sequence[Row], decoding: Mapping[str | None, int], alive: Callable[[str], bool]
+        self,
+        rows: Sequence[Row],
+        decoding: Mapping[str | None, int],
+        alive: Callable[[str], bool],
+        before: Callable[[Row], Before | None] = lambda row: None,
     ) -> list[Prefill]:
         """The prefill of every row of one step, in order; drops those that are over.
 
         decoding: the first token of each of the step's other rows, by its request. alive: whether the host still has a
-        request of this id.
+        request of this id. before: how was computed what a cache held before a row, the first of its request.
         """
         self.finished += self._nameless  # nothing can go on with them
         self._nameless = 0
@@ -72,7 +78,7 @@ class Requests:
             elif name not in rows_of:
                 entry.prefill.memory.prefix.clear()
         alone = {name for name, count in rows_of.items() if count == 1 and name not in decoding}
-        return [self._next(row, row.name if row.name in alone else None) for row in rows]
+        return [self._next(row, row.name if row.name in alone else None, before) for row in rows]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -82,7 +88,7 @@ class Requests:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def _next(self, row: Row, name: str | None) -> Prefill:
+    def _next(self, row: Row, name: str | None, before: Callable[[Row], Before | None]) -> Prefill:
         if name is None:
             self._nameless += 1
             return Prefill(chunk=self.chunk, begin=row.start)
@@ -90,7 +96,11 @@ class Requests:
         if known is not None and not row.start == known.end > 0:
             self.end(name)
             known = None
-        prefill = Prefill(chunk=self.chunk, begin=row.start) if known is None else known.prefill
+        if known is None:
+            found = before(row) if row.start else None
+            prefill = Prefill(chunk=self.chunk, begin=row.start, before=found)
+        else:
+            prefill = known.prefill
         self._entries[name] = _Entry(prefill, row.end)
         return prefill
 

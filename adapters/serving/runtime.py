@@ -5,17 +5,19 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Self
 
 from attrs import asdict, define, evolve, field
 
+from sparseprefill.breakeven.before import Before
 from sparseprefill.breakeven.gate import with_remedy
 from sparseprefill.call import AttentionCall, resized
 from sparseprefill.errors import AttachError, ParameterError, SparsePrefillError
 from sparseprefill.route import Route
 
 from ..session.kinds import Code, Why
-from ..session.report import Report
+from ..session.report import Mode, Report
 from ..session.session import Prefill, Session
 from .failures import reason
 from .layer import Layer
@@ -27,6 +29,7 @@ from .summary import SECONDS, Summary, every
 from .tally import Chunk, Owner, Served, Tally
 from .tensor_parallel import LocalRegistry
 from .wishes import OFF, Unknown
+from .written import LOST, Unwritten, Write, Written, nowhere
 
 LEFT_DENSE = "gate or profile leave each of them dense"
 STEPS = 1024
@@ -48,7 +51,7 @@ class Runtime:
     session, tally: of the requests that ask for nothing, together `main`. profiles: what serves the others, by the name
     that they ask for. unread: index of the layer of which no rows are computed that nobody reads, if there is one.
     chunks: of the step's prefill rows; None where the host computes the row whatever the layer. kinds: what `kind` has
-    said, by the layer's index.
+    said, by the layer's index. written: how the keys in the server's cache were computed; None where nobody keeps that.
     A server's adapter says in a subclass which requests it still has.
     """
 
@@ -66,6 +69,7 @@ class Runtime:
     informed: bool = field(default=False, init=False)
     chunks: list[Chunk | None] = field(factory=list, init=False)
     pace: Pace = field(init=False)
+    written: Written | None = field(default=None, init=False)
     _step: tuple[object, list[Prefill]] | None = field(default=None, init=False)
     _warned: set[str] = field(factory=set, init=False)
     kinds: dict[int, Hashable] = field(factory=dict, init=False)
@@ -120,8 +124,9 @@ class Runtime:
             self.settle()
             finished = self.requests.finished
             others = decoding([*self.requests.names, *(row.name for row in rows)]) if len(self.requests) else {}
-            self._step = (step, self.requests.step(rows, others, self.alive))
-            self.chunks = [self._begin(row) for row in rows]
+            found = self.requests.step(rows, others, self.alive, self._before)
+            self._step = (step, found)
+            self.chunks = [self._begin(row, prefill) for row, prefill in zip(rows, found, strict=True)]
             begun = [chunk for chunk in self.chunks if chunk is not None]
             if begun:
                 timed = self.pace.begin(sum(row.end - row.start for row in rows), len(begun))
@@ -171,9 +176,50 @@ class Runtime:
         if seconds and self.model.first_head == 0 and log.isEnabledFor(logging.INFO):
             every(seconds, self, self.tell)
 
-    def _begin(self, row: Row) -> Chunk | None:
+    def lose(self, error: Exception) -> None:
+        """The server tells of its cache otherwise than it is understood: no more is known of it, and nothing ends."""
+        self.written = Unwritten(LOST.format(error=reason(error)))
+        log.warning("sparseprefill: how cached tokens were computed: %s", self.written.why)
+
+    def _before(self, row: Row) -> Before | None:
+        if self.written is None:
+            return None
+        try:
+            return self.written.before(row)
+        except Exception as error:
+            self.lose(error)
+            return self.written.before(row)
+
+    def _writing(self, row: Row) -> Write:
+        try:
+            return nowhere if self.written is None or row.name is None else self.written.writing(row)
+        except Exception as error:
+            self.lose(error)
+            return nowhere
+
+    def _begin(self, row: Row, prefill: Prefill) -> Chunk | None:
         """A row's chunk, if it may run sparse; else it is counted at once."""
         served, tokens = self.serving(row), row.end - row.start
+        write, chunk = self._writing(row), self._chunk(served, row, tokens)
+        if chunk is not None:
+            chunk.ended = partial(self._ended, served, prefill, write)
+        else:
+            self._ended(served, None if row.prompt is None or row.end < row.prompt else prefill, write, False)
+        return chunk
+
+    def _ended(self, served: Served, prefill: Prefill | None, write: Write, sparse: bool) -> None:
+        """A chunk is through all layers. prefill: whose first one tells how it runs; None where that is yet to come."""
+        try:
+            write(served.session.route.name if sparse else "")
+        except Exception as error:
+            self.lose(error)
+        if prefill is not None and not prefill.counted:
+            prefill.counted = True
+            mode: Mode = "sparse" if sparse else "dense"
+            served.session.prompts.count(mode, prefill.before)
+            served.tally.prompt(mode, prefill.before)
+
+    def _chunk(self, served: Served, row: Row, tokens: int) -> Chunk | None:
         if row.prompt is None and self.options.tail:
             served.session.note(ENDLESS)
         if tokens < self.options.min_query:

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 from attrs import define, field, frozen
 
 from sparseprefill import __version__
+from sparseprefill.breakeven.before import Before
 from sparseprefill.errors import numberless
 
 from ..session.kinds import MOST, OTHERS, Code, Why
-from ..session.ledger import Ran
+from ..session.ledger import Ran, by_how
+from ..session.report import Mode
 from ..session.session import Session
 from ..session.watch import CallRecall
 from .pace import Step
@@ -36,6 +39,8 @@ METRICS: dict[str, tuple[str, str, tuple[str, ...], tuple[float, ...]]] = {
     "prefill_chunks": ("Counter", "Chunks of prompts; sparse if any layer ran sparse.", ("mode",), ()),
     "dense_chunks": ("Counter", "Of these chunks the dense ones, by reason.", ("code", "reason"), ()),
     "prefill_tokens": ("Counter", "Tokens of these chunks.", ("mode",), ()),
+    "prompts": ("Counter", "Prompts, by how they ran, and behind what in a cache.", ("mode", "behind"), ()),
+    "cached_tokens": ("Counter", "Tokens in a cache before them, by how they were computed.", ("mode",), ()),
     "prefill_calls": ("Counter", "Calls, one per layer and chunk, by how they ran.", ("layers", "mode"), ()),
     "fallbacks": ("Counter", "Calls that ran dense, by reason.", ("layers", "code", "reason"), ()),
     "pairs": ("Counter", "Query-key pairs, computed and causal, with `measure`.", ("layers", "kind"), ()),
@@ -118,6 +123,12 @@ class Tally:
             self._pairs[layer] = (before[0] + done, before[1] + allowed)
             if allowed:
                 self._density(layers, call.sizes[2], done / allowed)
+
+    def prompt(self, mode: Mode, before: Before | None) -> None:
+        """A prompt ran in a mode. before: what a cache held of it; None for nothing, or where nobody tells."""
+        self._count("prompts", 1, mode, "nothing" if before is None else before.mostly)
+        for how, tokens in by_how(before).items():
+            self._count("cached_tokens", tokens, how)
 
     def fallback(self, layer: int, why: Why) -> None:
         """A layer ran a request's chunk dense."""
@@ -216,7 +227,8 @@ class Chunk:
 
     tokens: its own; keys: of its calls. sparse, reasons: how many layers ran it sparse until now, and why the others
     did not. layers: how many will run it, as far as anybody knows: it is counted when the last of them is through, and
-    where nobody knows at the beginning of the next step. settled: whether it has been. step: that it is part of.
+    where nobody knows at the beginning of the next step. settled: whether it has been. step: that it is part of. ended:
+    told then whether it ran sparse.
     """
 
     tally: Tally
@@ -227,6 +239,7 @@ class Chunk:
     sparse: int = field(default=0, init=False)
     reasons: Counter[Why] = field(factory=Counter, init=False)
     settled: bool = field(default=False, init=False)
+    ended: Callable[[bool], None] | None = field(default=None, init=False)
 
     def settle(self) -> None:
         """All layers are through: count it, once."""
@@ -238,6 +251,9 @@ class Chunk:
         else:
             ((why, _),) = self.reasons.most_common(1) or [(NO_LAYER, 0)]
             self.tally.dense(self.tokens, why)
+        ended, self.ended = self.ended, None
+        if ended is not None:
+            ended(self.sparse > 0)
 
 
 @cache

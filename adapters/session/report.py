@@ -118,8 +118,9 @@ class Report:
     kernels: how many calls each kernel computed, by its name and, in brackets, why no faster one did (`plan.Kernel`); a
     call in parts counts for each kernel that it met. prefills: that ran sparse in some layer. measured_prefills: of
     them, of which recall was to be measured. strict_recall: below which calls count as low; None where nothing was
-    asked for. gated: of the reasons those that the gate gave, with counts of calls. off: how the host is told to have
-    no gate.
+    asked for. gated: of the reasons those that the gate gave, with counts of calls. prompts: by how they ran, and
+    behind what a cache held of them ("sparse behind dense"). cached: those tokens, by how they were computed
+    ("sparse", "dense", "unknown"). off: how the host is told to have no gate.
     """
 
     method: str
@@ -137,6 +138,8 @@ class Report:
     measured_prefills: int = 0
     strict_recall: float | None = None
     gated: Mapping[str, int] = field(factory=dict)
+    prompts: Mapping[str, int] = field(factory=dict)
+    cached: Mapping[str, int] = field(factory=dict)
     off: str = OFF
 
     @property
@@ -202,6 +205,8 @@ class Report:
             *self._recall_lines(),
             f"dense by length (fewer than {self.min_query} query rows): {self.short_forwards} forwards",
             *([f"dense by break-even: {self.gate}"] if self.gate else []),
+            *([f"prompts: {_counted(self.prompts)}"] if self.prompts else []),
+            *([f"cached tokens before them: {_counted(self.cached)}"] if self.cached else []),
             *(f"kernel: {kernel}, {count} calls" for kernel, count in self.kernels.items()),
             *(f"note: {note} ({count}x)" for note, count in notes),
         ]
@@ -229,3 +234,7 @@ class Report:
             low, calls = sum(one.low_calls for one in known), sum(one.calls for one in known)
             lines.append(f"recall below {self.strict_recall:g}: {low} of {calls} calls")
         return lines
+
+
+def _counted(found: Mapping[str, int]) -> str:
+    return ", ".join(f"{count:,} {what}" for what, count in sorted(found.items()))

@@ -15,6 +15,7 @@ from attrs import define, evolve, field, frozen
 from torch import Tensor
 
 from sparseprefill import kernels
+from sparseprefill.breakeven.before import Before
 from sparseprefill.breakeven.gate import OFF, GateChoice, with_remedy
 from sparseprefill.call import AttentionCall, uncast
 from sparseprefill.errors import AttachError, ParameterError, UnsupportedCallError, frameless, printed
@@ -26,7 +27,7 @@ from sparseprefill.profiles.profile import Profile
 from sparseprefill.route import Route, gated
 
 from .kinds import MOST, Code, Kinds, Why
-from .ledger import LayerRecord, Ran, Room, sizes
+from .ledger import LayerRecord, Prompts, Ran, Room, sizes
 from .options import HostOptions
 from .prospects import NOT_CHOSEN, prospects
 from .repeat import Recordings, Repeat, Work, may_repeat, outcome
@@ -75,13 +76,16 @@ class Fallback:
 class Prefill:
     """One request's prefill, from its first chunk to its last. chunk: tokens that its host computes at once, 0 where
     that is unknown. begin: the first token that it computes itself, behind what it found in a cache; None where that is
-    unknown. watched: whether its recall is measured; None before its first sparse call."""
+    unknown. before: how that was computed. watched: whether its recall is measured; None before its first sparse call.
+    counted: among the prompts."""
 
     memory: Memory = field(factory=Memory)
     chunk: int = 0
     begin: int | None = None
+    before: Before | None = None
     serial: int = field(factory=itertools.count().__next__)
     watched: bool | None = field(default=None, init=False)
+    counted: bool = field(default=False, init=False)
 
 
 Outcome = Result | Ran | Fallback | Exception
@@ -146,6 +150,7 @@ class Session:
         self.min_query, self.strict = options.min_query, options.strict
         self.layers = None if options.layers is None else frozenset(options.layers)
         self._measure, self._observe, self._warn, self._told = options.measure, observe, warn, told
+        self.prompts = Prompts()
         self._recordings, self._varying = Recordings(), Recordings()
         self._served = cache(kernels.serve_device)
         self.kind: Callable[[int], Hashable] = cache(partial(_kind, self.layers, self.route.profile))
@@ -429,6 +434,8 @@ class Session:
                 prefills=self._watch.prefills,
                 measured_prefills=self._watch.measured,
                 strict_recall=self._watch.strict,
+                prompts=dict(self.prompts.ran),
+                cached=dict(self.prompts.cached),
                 off=self._off,
             )
             return evolve(made, gated={why: count for why, count in made.fallbacks.items() if why in self._gated})
@@ -440,7 +447,7 @@ class Session:
         if call.window is not None:
             return self._sliding(call)
         try:
-            choice = self.route.choose(call, prefill.memory, prefill.chunk, prefill.begin)
+            choice = self.route.choose(call, prefill.memory, prefill.chunk, prefill.begin, prefill.before)
         except UnsupportedCallError as error:
             return self.decline(call.layer, str(error), sizes(call))
         if choice.gated:
@@ -455,7 +462,7 @@ class Session:
     def _note_of(self, waiting: _Waiting) -> str:
         """The note of the pipeline that was chosen, for every layer; empty for none."""
         prefill = waiting.prefill
-        return self.route.choose(waiting.call, prefill.memory, prefill.chunk, prefill.begin).note
+        return self.route.choose(waiting.call, prefill.memory, prefill.chunk, prefill.begin, prefill.before).note
 
     def _tell_gated(self, reason: str) -> None:
         """A call is dense by the gate, which is logged for the first of each kind, with what to do about it."""

@@ -25,10 +25,15 @@ from ..serving.summary import show
 from ..serving.tally import Owner
 from ..serving.warm import Sizes, warm_engine
 from ..serving.wishes import SWITCH
+from ..serving.written import STORE, Unwritten, Written
 from . import known
 from .layer import heads_of, layer_of
 from .pages import pages_of
+from .stores import outside
+from .texts import PAGE, Texts
 
+LEAST = 1 << 12
+"""Pages that are remembered of the smallest pool."""
 log = logging.getLogger(__name__)
 _runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
 
@@ -50,6 +55,8 @@ class Runtime(runtime.Runtime):
     def forget(self, rid: str) -> None:
         """The request of this id is gone."""
         self.requests.end(rid)
+        if isinstance(self.written, Texts):
+            self.written.forget(rid)
 
 
 def answer(result: Any, *args: object, **kwargs: object) -> None:
@@ -76,11 +83,20 @@ def make_runtime(runner: Any, options: Options, host: str) -> Runtime:
     _runtimes.add(made)
     known.tell(made)
     made.layers, made.requests.chunk = len(layers), _step(runner)
+    made.written = written_of(runner)
     able = _survey(made, runner, layers)
     made.last = max((one.index for one in able), default=-1)
     if able and (options.warm_up if options.warm_up is not None else not runner.server_args.skip_server_warmup):
         _warm(made, runner, layers[0], able)
     return made
+
+
+def written_of(runner: Any) -> Written:
+    """Memory of the radix cache: twice the tokens of the pool, as a host's memory may hold more."""
+    flag, tokens = outside(runner.server_args), int(getattr(runner, "max_total_num_tokens", None) or 0)
+    if flag:
+        return Unwritten(STORE.format(name=flag))
+    return Texts(known.find, max(2 * tokens // PAGE, LEAST), int(getattr(runner, "page_size", None) or 1))
 
 
 def check_model(runner: Any, options: Options, host: str) -> None:

@@ -22,3 +22,15 @@ def unsalted(server_args: Any) -> tuple[str, ...]:
     if linked and getattr(server_args, "unified_cache_external_linker_backend", None) == "dynamic":
         found.append("--unified-cache-external-linker-backend dynamic")
     return tuple(found)
+
+
+def outside(server_args: Any) -> str:
+    """The flag of a server that selects a store outside of its process, which may bring keys that others have computed;
+    empty where there is none. A hierarchical cache in the host's memory is none."""
+    backend = getattr(server_args, "hicache_storage_backend", None)
+    flags = {
+        f"--hicache-storage-backend {backend}": backend,
+        "--enable-lmcache": getattr(server_args, "enable_lmcache", False),
+        "--enable-unified-cache-external-linker": getattr(server_args, "enable_unified_cache_external_linker", False),
+    }
+    return next((flag for flag, on in flags.items() if on), next(iter(unsalted(server_args)), ""))

@@ -22,6 +22,7 @@ from sparseprefill.pages import Pages
 from ..serving.layer import Heads, Layer, dense_reason, example
 from ..serving.warm import Sizes, warm_engine
 from .admission import check_apart
+from .blocks import watch
 from .layer import heads_of, index_of, layer_of
 from .names import Names
 from .options import check_last
@@ -49,6 +50,8 @@ def announce(runtime: Runtime, builder: Any) -> list[tuple[Layer, Any]]:
     ]
     layers = [(layer_of(name, module.impl), module) for name, module in able]
     asked = [(one, module) for one, module in layers if chosen is None or one.index in chosen]
+    if asked:
+        watch(runtime, config, able[0][0])
     if asked and not runtime.foretold:
         (layer, module), longest = asked[0], int(config.model_config.max_model_len)
         heads = heads_of(module.impl, runtime.model.first_head)

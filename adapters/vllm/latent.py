@@ -31,6 +31,7 @@ from sparseprefill.errors import AttachError, UnsupportedCallError
 from ..serving.attend import run
 from ..serving.layer import WINDOW, Heads, Layer
 from ..serving.parts import Batch, Part
+from .blocks import watch
 from .groups import reason_of, served, survey
 from .layer import INDEXED, index_of
 from .names import Names
@@ -285,9 +286,11 @@ def _announce(backend: Any) -> None:
         heads = Heads(backend.num_heads, backend.num_heads, size, runtime.model.first_head, backend.v_head_dim)
         device, least, most = torch.device(current_platform.device_type), runtime.options.min_query, 1 + drafted(config)
         short = SHORT.format(least=least, most=most) if least <= most else None
-        layers = [layer_of(one) for _, one in served(runtime, config, MLAAttention)]
+        ours = served(runtime, config, MLAAttention)
+        layers = [layer_of(one) for _, one in ours]
         reasons = [(one.index, short or reason_of(runtime, config, one, heads, device)) for one in layers]
         survey(runtime, config, reasons)
+        watch(runtime, config, ours[0][0] if ours else "")
         runtime.inform()
 
 

@@ -126,6 +126,11 @@ class Names:
         """No runner, no names."""
         return cls(lambda: None)
 
+    @property
+    def runner(self) -> Any:
+        """vLLM's model runner; None where there is none."""
+        return self._runner()
+
     def objection(self) -> str | None:
         """Reason for which nobody will know what requests ask for, or None."""
         runner = self._runner()

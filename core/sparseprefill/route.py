@@ -11,6 +11,7 @@ import torch
 from attrs import evolve, field, frozen
 from torch import Tensor
 
+from sparseprefill.breakeven.before import GOES_ON, LEFT, Before
 from sparseprefill.breakeven.gate import AUTO, AutoGate, Gate, GateChoice, gate_of
 from sparseprefill.breakeven.points import GAIN, pairs
 from sparseprefill.breakeven.table import BreakEven, Verdict
@@ -41,9 +42,7 @@ WORTH = Verdict(True)
 UNSAID = "the gate keeps this call dense and gave no reason"
 OF_PROMPT = "{reason} (a prompt of {tokens:,} tokens, judged as a whole)"
 OF_REST = "{reason} ({tokens:,} tokens, judged behind the {before:,} before them)"
-BEHIND = (
-    "{reason} (judged for the {before:,} tokens before it: dense, as a prompt of {before:,} tokens would have been)"
-)
+BEHIND = "{reason} (judged for the {n:,} tokens before it: dense, as a prompt of {n:,} tokens would have been{more})"
 OF_BEGINNING = "{reason} (judged by the prompt's first chunk)"
 STEP = 2048
 """Tokens that a step has at least, where nobody tells how many: a shorter chunk shares its step with others."""
@@ -175,7 +174,12 @@ class Route(Runner):
         return cls(profile.name, tuple(made), profile)
 
     def choose(
-        self, call: AttentionCall, memory: Memory | None = None, chunk: int = 0, begin: int | None = None
+        self,
+        call: AttentionCall,
+        memory: Memory | None = None,
+        chunk: int = 0,
+        begin: int | None = None,
+        before: Before | None = None,
     ) -> Choice:
         """Choose what serves a call. By sizes and layer alone: nothing on the device is read.
 
@@ -183,10 +187,10 @@ class Route(Runner):
         where it was said without knowing the prompt's length, only if that chunk was more than an eighth of them. None:
         the call is judged by itself. chunk: tokens of a prompt that its host computes at once, 0 where it is unknown.
         begin: the first token that the request computes itself, behind what it found in a cache; None for the call's
-        first. Raises UnsupportedCallError where the profile is for another model; StageError, naming the gate, where it
-        raises or returns no Verdict.
+        first. before: how what it found was computed; None where nobody tells. Raises UnsupportedCallError where the
+        profile is for another model; StageError, naming the gate, where it raises or returns no Verdict.
         """
-        verdict, found = self._verdict(call, memory, chunk, begin), self._of_length(call)
+        verdict, found = self._verdict(call, memory, chunk, begin, before), self._of_length(call)
         if not verdict.worth:
             return Choice(found, verdict.reason or UNSAID, gated=True)
         if reason := self._objection(call):
@@ -207,7 +211,9 @@ class Route(Runner):
             return f"the profile keeps layer {call.layer} dense: {one.method} is not accurate enough there"
         return ""
 
-    def _verdict(self, call: AttentionCall, memory: Memory | None, chunk: int, begin: int | None) -> Verdict:
+    def _verdict(
+        self, call: AttentionCall, memory: Memory | None, chunk: int, begin: int | None, before: Before | None
+    ) -> Verdict:
         """The gate's verdict on the request that a call belongs to."""
         if self.gate is None or memory is None:
             return self._judge(call)
@@ -223,25 +229,32 @@ class Route(Runner):
         if known is not None and known.binds(start, last):
             return known.after
         first = start if known is not None or begin is None else min(begin, start)
-        found = self._behind(call, first, last, chunk)
+        cached = before if before is not None and 0 < before.tokens == first else None
+        found = self._behind(call, first, last, chunk, cached)
         if found is None:
             found = self._rest(call, start if prompt is None else first, last, chunk)
+            if found.worth and cached is not None:
+                found = evolve(found, reason="; ".join(filter(None, (found.reason, LEFT.format(before=cached)))))
         after = found
         if not found.worth and start == 0 and last == end:  # it is the chunk alone that was judged
             after = evolve(found, reason=OF_BEGINNING.format(reason=found.reason or UNSAID))
         memory.put(key, _Word(start, last, found, after))
         return found
 
-    def _behind(self, call: AttentionCall, first: int, last: int, chunk: int) -> Verdict | None:
-        """Dense for a request that begins behind keys which this gate would have computed dense; None for all others.
+    def _behind(self, call: AttentionCall, first: int, last: int, chunk: int, cached: Before | None) -> Verdict | None:
+        """The verdict on a request that begins behind keys of another one, such as a turn before: it goes on as they
+        were computed. None where they are too few to bind it, and, where nobody knows, if this gate would not have
+        computed them dense.
 
-        The keys before its own `first` token come from another request, such as a turn before, and nobody says how they
-        were computed. last: end of its prompt, as far as is known.
+        last: end of its prompt, as far as is known. cached: how the keys before its own `first` token were computed.
         """
         if SHORT * first <= last:
             return None
-        before = self._of_steps(call, 0, first, chunk or first)
-        return None if before.worth else Verdict(False, reason=BEHIND.format(reason=before.reason, before=first))
+        if cached is not None and (how := cached.mostly) != "unknown":
+            return Verdict(how == "sparse", reason=GOES_ON.format(before=cached, how=how))
+        found = self._of_steps(call, 0, first, chunk or first)
+        more = "" if cached is None else f"; {cached}"
+        return None if found.worth else Verdict(False, reason=BEHIND.format(reason=found.reason, n=first, more=more))
 
     def _rest(self, call: AttentionCall, first: int, last: int, chunk: int) -> Verdict:
         """The gate's verdict on tokens `first` to `last` of a prompt, the call's among them, in steps of `chunk`."""

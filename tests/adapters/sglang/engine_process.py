@@ -88,11 +88,20 @@ def alone(name: str, variables: dict[str, str]) -> None:
 
 
 def run(asked: str, answered: str) -> None:
-    """Run the turns of a job: lists of requests that come at once, or one that is aborted."""
+    """Run the turns of a job: lists of requests that come at once, one that goes on with what the last one was asked
+    and answered, or one that is aborted."""
     job = json.loads(Path(asked).read_text())
     given = {**USUAL, "prefill_attention_backend": "sparseprefill", **job.get("engine", {})}
     engine = import_module("sglang").Engine(model_path=job["model"], skip_tokenizer_init=True, **given)
-    turns = [_abort(engine, turn["abort"]) if "abort" in turn else _ask(engine, turn) for turn in job["turns"]]
+    turns, said = list[Any](), list[int]()
+    for turn in job["turns"]:
+        if "abort" in turn:
+            turns.append(_abort(engine, turn["abort"]))
+            continue
+        prompts = [[*said, *turn["follow"]]] if "follow" in turn else turn["prompts"]
+        turns.append(_ask(engine, {**turn, "prompts": prompts}))
+        if isinstance(turns[-1], list):
+            said = [*prompts[-1], *turns[-1][-1]["tokens"]]
     states = engine.get_server_info()["internal_states"]
     found = {"turns": turns, "reports": [one for state in states for one in state.get("sparseprefill", [])]}
     Path(answered).write_text(json.dumps(found))

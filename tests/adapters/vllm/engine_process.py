@@ -91,7 +91,10 @@ def in_pieces() -> Any:
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
-    """One engine: its rounds of prompts, and what its worker reports."""
+    """One engine: its rounds of prompts, and what its worker reports.
+
+    A prompt is token ids, `image` with `ids`, or what to `follow` the last one and its answer with.
+    """
     from vllm import LLM, SamplingParams
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
@@ -119,17 +122,19 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         )
 
     sampling = asking()
-    rounds, warmed = [], [list(seen[2:]) for seen in diary.SEEN]
+    rounds, warmed, before = [], [list(seen[2:]) for seen in diary.SEEN], list[int]()
     diary.SEEN.clear()
     if options.get("runner") == "pooling":
         llm.embed([{"prompt_token_ids": ids} for prompts in job["rounds"] for ids in prompts], use_tqdm=False)
         return {"report": llm.collective_rpc("sparseprefill_report")[0]}
     refusals = [refusal(llm, asking(profile)) for profile in job.get("refused", [])]
-    for nth, prompts in enumerate(job["rounds"]):
+    for nth, asked in enumerate(job["rounds"]):
+        prompts = [[*before, *one["follow"]] if "follow" in one else one for one in asked]
         profiles = job["asked"][nth] if "asked" in job else [None] * len(prompts)
         each = [asking(profile) for profile in profiles]
         done = llm.generate([asked_for(one) for one in prompts], each, use_tqdm=False, **beside(job, nth))
         rounds.append([{**answer(one.outputs[0]), "prompt": of_prompt(one), "all": said(one)} for one in done])
+        before = [*done[-1].prompt_token_ids, *done[-1].outputs[0].token_ids]
     if "replaced" in job:
         diary.SEEN.clear()
         rounds.append([replaced(llm, sampling, *job["replaced"])])

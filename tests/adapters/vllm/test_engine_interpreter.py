@@ -165,6 +165,7 @@ def test_a_request_that_gets_anothers_slot_begins_anew(answers: Answers) -> None
     assert owners[0] != owners[128]
     assert ([False], [True]) == (answer["state"]["copies"], answers["full"]["state"]["copies"])
     assert [0] == answer["state"]["requests"]
+    assert {"sparse": 128} == answer["report"]["cached"]
 
 
 @pytest.mark.parametrize("answers", ["V2"], indirect=True)
