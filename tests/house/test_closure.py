@@ -7,7 +7,7 @@ from __future__ import annotations
 from house.closure import COMPARE, closure
 from house.test_rooms import arrows
 
-MOST = 131
+MOST = 133
 """Modules of ours behind `compare`, those that it imports late included."""
 
 
