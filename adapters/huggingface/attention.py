@@ -85,7 +85,17 @@ def make_attention(original: Original, min_query: int) -> Callable[..., Outputs]
             forward = _met(module)
             attached = None if forward is None else forward.owner
         if attached is not None and not (forward is not None and forward.stock):
-            found = _parts(attached, forward, module, query, key, value, mask, kwargs)
+            draft = 0 if forward is None else forward.draft
+            if draft and isinstance(mask, LazyMask) and mask.order.tells(query):
+                # A prompt and a draft behind it: the prompt comes out as it does alone, and the draft is decoding.
+                first, last = mask.order.cut(draft)
+                found = _output(attached, forward, module, query[:, :, :-draft], key, value, first, kwargs)
+                if found is not None:
+                    dense = original.attention(module)
+                    behind, _ = dense(module, query[:, :, -draft:], key, value, last.stock(), **kwargs)
+                    found = torch.cat([found, behind], 1)
+            else:
+                found = _output(attached, forward, module, query, key, value, mask, kwargs)
             if forward is not None and forward.late:
                 _tell_late(attached, forward)
             if found is not None:
@@ -109,29 +119,6 @@ def make_attention(original: Original, min_query: int) -> Callable[..., Outputs]
         return prefill(module, query, key, value, attention_mask, kwargs)
 
     return attention
-
-
-def _parts(
-    attached: Attachment,
-    forward: Forward | None,
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Any,
-    kwargs: dict[str, Any],
-) -> Tensor | None:
-    """As `_output`; a prompt with a draft behind it comes out as it does alone, and the draft is decoding."""
-    draft = 0 if forward is None else forward.draft
-    if not (draft and isinstance(mask, LazyMask) and mask.order.tells(query)):
-        return _output(attached, forward, module, query, key, value, mask, kwargs)
-    first, last = mask.order.cut(draft)
-    found = _output(attached, forward, module, query[:, :, :-draft], key, value, first, kwargs)
-    if found is None:
-        return None
-    dense = attached.original.attention(module)
-    behind, _ = dense(module, query[:, :, -draft:], key, value, last.stock(), **kwargs)
-    return torch.cat([found, behind], 1)
 
 
 def _tell_late(attached: Attachment, forward: Forward) -> None:

@@ -38,6 +38,7 @@ ROOM = 3 << 30
 LEFT = "what a layer had come to could not be repeated in the next, which ran it anew: {error}"
 FAILED = "it failed ({error})"
 VARIED = "its plans differ from layer to layer in more than their tensors' values"
+UNTOLD = "its plan holds what has no value, such as a function that makes its mask"
 Tell = Callable[[int, Sequence[Ran], Sequence[str]], None]
 
 
@@ -113,8 +114,8 @@ class Asking:
         found = [content(plan, call.geometry) for plan, call in zip(plans, self.work.calls, strict=True)]
         told = [one for one in found if one is not None]
         if len(told) < len(found) or self.known.varied:
-            self.rest = VARIED
-            return self.work.run(plans), VARIED
+            self.rest = VARIED if self.known.varied else UNTOLD
+            return self.work.run(plans), self.rest
         tensors = [x for _, some in told for x in some]
         key = (self.key, *(value for value, _ in told), facts_of(tensors, self.work.slots))
         slots = (*self.work.slots, *tensors)

@@ -269,7 +269,7 @@ class Pipeline(Runner):
     def repeats(self) -> bool | Literal["prompt"]:
         """True if a host may record one layer's call and repeat it for others, as all stages say; "prompt" if only for
         prompts of the same length. See `stages`."""
-        return repeating(stage.repeats for stage in self._all)
+        return False if self.asked else self.rest_repeats
 
     @cached_property
     def rest_repeats(self) -> bool | Literal["prompt"]:

@@ -295,7 +295,7 @@ class Step:
         return sum(isinstance(one, Launch) for one in self.work)
 
     def run(self, slots: Sequence[Tensor], layer: int) -> list[Tensor]:
-        """Do for these tensors, which `slots` fits, what was recorded. layer: its index, for what hashes depend on. Launches come
+        """Do for these tensors, which fit `slots`, what was recorded. layer: its index, for what hashes depend on. Launches come
         on the current stream; nobody waits."""
         kind = self.device.type
         if torch.is_autocast_enabled(kind):  # what was cast then is cast by an operator of its own
