@@ -48,7 +48,7 @@ from sparseprefill.kernels.family.chips import row
 from sparseprefill.kernels.family.record import Family
 from sparseprefill.kernels.hopper import launch as hopper
 from sparseprefill.kernels.hopper.record import HOPPER, HOPPER_INT8
-from sparseprefill.kernels.lists.order import longest_first
+from sparseprefill.kernels.lists.order import draws
 from sparseprefill.kernels.sampled import by_tile, floor
 from sparseprefill.kernels.sampled import mass as sampled
 from sparseprefill.kernels.statistics.key_means import key_means
@@ -70,7 +70,7 @@ class Variant:
     state: leave one. probe: mass of tiles. page: tokens of a page, or 0. padded: left and right padding, and sinks.
     more: fields of the call. tile: of the mask; small ones compile faster. skip: leave out steps by their logits.
     requests: that share the launch. stored: what pages hold, where that is another type; they then have scales.
-    columns: keys of a stripe.
+    columns: keys of a stripe. behind: keys before the rows, of which enough have long lists cut.
     """
 
     kind: str
@@ -89,17 +89,23 @@ class Variant:
     stored: torch.dtype | None = None
     columns: int = 1
     eight: bool = False
+    behind: int = 0
+
+    @property
+    def keys(self) -> int:
+        """Of the call."""
+        return LENGTH + self.behind
 
     def call(self) -> AttentionCall:
         """Two query heads of one KV head."""
-        q, k = (torch.zeros(1, heads, LENGTH, self.width, dtype=self.dtype) for heads in (2, 1))
-        v = torch.zeros(1, 1, LENGTH, self.values or self.width, dtype=self.dtype)
+        q = torch.zeros(1, 2, LENGTH, self.width, dtype=self.dtype)
+        k, v = (torch.zeros(1, 1, self.keys, width, dtype=self.dtype) for width in (self.width, self.values or self.width))
         if self.page:
-            count = LENGTH // self.page
+            count = self.keys // self.page
             cache = torch.zeros(2, count, self.page, 1, self.width, dtype=self.stored or self.dtype)
             one = None if self.stored is None else torch.ones(1)
             table = torch.arange(count, dtype=torch.int32)
-            pages = Pages(cache[0], cache[1], table, LENGTH, dtype=self.dtype, k_scale=one, v_scale=one)
+            pages = Pages(cache[0], cache[1], table, self.keys, dtype=self.dtype, k_scale=one, v_scale=one)
             return AttentionCall.of_pages(q, pages, **self.more)
         call = AttentionCall(q, k, v, **self.more)
         if not self.padded:
@@ -110,7 +116,7 @@ class Variant:
     def mask(self, call: AttentionCall) -> SparseMask:
         """Every tile, every eighth column, or both, which overlap."""
         tiles = SparseMask.full(call, self.tile)
-        keep = torch.arange(LENGTH // self.columns).remainder(8).eq(0).view(1, 1, 1, -1)
+        keep = torch.arange(self.keys // self.columns).remainder(8).eq(0).view(1, 1, 1, -1)
         stripes = SparseMask.from_stripes(call, keep, 2, self.tile, width=self.columns, diagonal=False)
         return {"tiles": tiles, "stripes": stripes, "both": tiles | stripes}[self.kind]
 
@@ -172,11 +178,15 @@ HOPPER_VARIANTS = {
     "hopper: wide": Variant("both", width=128, tile=(128, 64), columns=16),
     "hopper: wide, pages": Variant("stripes", width=128, page=16, tile=(128, 64), columns=16),
     "hopper: wide, fp8": Variant("both", width=128, page=16, tile=(128, 64), stored=torch.float8_e4m3fn, columns=16),
+    "hopper: cut, pages": Variant("both", width=128, page=16, tile=(128, 64), columns=16, behind=4096),
+    "hopper: cut, resumed": Variant("tiles", width=256, carry=True, state=True, tile=128, behind=4096),
+    "hopper: cut, requests": Variant("both", width=128, page=16, tile=(128, 64), requests=2, behind=4096),
 }
 FEW = (
     "both, padded", "resumed state", "window, softcap", "skip", "requests", "wide", "192 with 128", "512",
     "hopper: 64, both",
     "hopper: 256, stripes", "hopper: requests", "hopper: fp8", "hopper: skip, resumed, pages", "hopper: wide",
+    "hopper: cut, pages", "hopper: cut, resumed",
     "hopper: 8 bits, pages",
 )  # fmt: skip
 
@@ -257,7 +267,7 @@ class Order:
     """The order of query blocks."""
 
     def run(self) -> None:
-        longest_first(torch.zeros(1536, dtype=torch.int32))
+        draws(torch.zeros(1536, dtype=torch.int32), None, 16, 132)
 
 
 @frozen(eq=False)

@@ -106,16 +106,16 @@ def pages(cache: Tensor, table: Tensor, keys: int) -> Pages:
     return pages_of(cache, WIDTH, table, keys, dtype=DTYPE)
 
 
-def ordered(keys: Tensor) -> Tensor:
-    """The order of blocks, of which the launch that makes it is noted alone."""
-    order.longest_first(keys)
-    return torch.arange(keys.numel(), dtype=torch.int32)
+def drawn(keys: Tensor, items: Tensor | None, least: int, programs: int) -> Tensor:
+    """Draws of programs, of which the launch that makes it is noted alone."""
+    order.draws(keys, items, least, programs)
+    return torch.zeros(1 + 2 * keys.numel(), dtype=torch.int32)
 
 
-def ordered_lists(counts: Tensor, more: Tensor | None, ratio: int, per: int) -> Tensor:
+def drawn_of_lists(counts: Tensor, more: Tensor | None, ratio: int, per: int, least: int, programs: int) -> Tensor:
     """The same of lists."""
-    order.longest_lists_first(counts, more, ratio, per)
-    return torch.arange(counts.numel() * per, dtype=torch.int32)
+    order.draws_of_lists(counts, more, ratio, per, least, programs)
+    return torch.zeros(1 + 2 * counts.numel() * per, dtype=torch.int32)
 
 
 def lengths(pipeline: Pipeline, seen: set[tuple[str, str]]) -> list[str]:
@@ -144,7 +144,7 @@ def main(methods: Sequence[str]) -> None:
     known(HOPPER_INT8, HOPPER)
     replace(JITFunction, run=recording(seen))
     replace(looks, readable=lambda _: False)  # lists that nobody filled
-    replace(hopper, longest_first=ordered, longest_lists_first=ordered_lists)
+    replace(hopper, draws=drawn, draws_of_lists=drawn_of_lists)
     registry = default_registry()
     found: dict[str, dict[str, Any]] = {}
     for name in methods:

@@ -109,19 +109,70 @@ def test_long_odd_length(kernel: Family, dtype: torch.dtype) -> None:
         check(kernel, call, Plan(mask), call.geometry.visible()[:, None])
 
 
-@each(HOPPER, tile=[(128, 128), (256, 64)], feature=FEATURES)
-def test_blocks_may_be_drawn_by_length(
-    kernel: Family, tile: tuple[int, int], feature: str, monkeypatch: pytest.MonkeyPatch
+@each(HOPPER, tile=[(128, 128), (256, 64)], feature=FEATURES, programs=[3, 132])
+def test_blocks_may_be_drawn_by_length_and_in_pieces(
+    kernel: Family, tile: tuple[int, int], feature: str, programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Few programs draw several blocks each; many leave each long list to several."""
     from sparseprefill.kernels.hopper import launch
 
-    monkeypatch.setattr(launch, "multiprocessors", lambda _: 3)  # few programs, each of which draws several blocks
+    monkeypatch.setattr(launch, "multiprocessors", lambda _: programs)
+    monkeypatch.setattr(launch, "LEAST_STEPS", 1)
     for lengths in ((127, 300, 1), (257, 1021, 4), (700, 1500, 2)):
         call = make(kernel, "random", torch.bfloat16, 128, lengths, feature)
-        for mask in (some(call, "both", tile), some(call, "stripes", tile)):
+        for kind in ("both", "stripes", "wide"):
+            mask = some(call, kind, tile)
             blocks = call.geometry.tile_rows(tile[0]) * (tile[0] // 128)
-            assert launch._order(call, mask, blocks) is not None
+            assert launch._pieces(call, mask, blocks) is not None
             check(kernel, call, Plan(mask), mask.to_dense())
+
+
+def uneven(call: AttentionCall, kind: str) -> SparseMask:
+    """Some keys, and for the last query tile all of them, as behind a dense tail."""
+    g = call.geometry
+    tail = torch.zeros(1, 1, g.tile_rows(128), g.tile_columns(128), dtype=torch.bool, device=DEVICE)
+    tail[:, :, -1] = True
+    return some(call, kind, group=1) | SparseMask.from_tiles(call, tail)
+
+
+@each(HOPPER, dtype=HALVES, head_dim=(64, 128, 256), kind=("full", "tiles", "both", "wide"))
+def test_long_lists_are_cut(kernel: Family, dtype: torch.dtype, head_dim: int, kind: str) -> None:
+    from sparseprefill.kernels.hopper import launch
+    from sparseprefill.kernels.lists.order import HALVES as PARTS
+
+    for q_len, kv_len in ((1, 9001), (127, 8191), (129, 16384), (1000, 10007)):
+        call = make(kernel, "sink", dtype, head_dim, (q_len, kv_len, 2), "plain")
+        mask = SparseMask.full(call) if kind == "full" else uneven(call, kind)
+        pieces = launch._pieces(call, mask, call.geometry.tile_rows(128))
+        assert pieces is not None
+        words = pieces[2 : 1 + 2 * int(pieces[0]) : 2]
+        assert int(words.max()) >> 16 > 1, "nothing is cut"
+        assert int((words >> 16 > 1).sum()) <= 2 * PARTS * launch.multiprocessors(call.q.device)
+        check(kernel, call, Plan(mask), mask.to_dense())
+        first, again = (TRITON.execute(call, Plan(mask)) for _ in range(2))
+        assert torch.equal(first.out, again.out)  # one run is like another
+        assert torch.equal(first.lse, again.lse)
+
+
+@each(HOPPER, head_dim=(64, 128, 256))
+def test_long_lists_are_cut_behind_a_carry_and_for_a_state(kernel: Family, head_dim: int) -> None:
+    call = make(kernel, "random", torch.bfloat16, head_dim, (300, 9000, 2), "plain")
+    even = torch.arange(call.geometry.tile_columns(128), device=DEVICE) % 2 == 0
+    full = SparseMask.full(call)
+    first, rest = (SparseMask.from_tiles(call, full.tile_map() & keep, diagonal=False) for keep in (even, ~even))
+    plan = Plan(rest, Carry(TRITON.accumulate(call, Plan(first)), first))
+    check(kernel, call, plan, full.to_dense())
+    out, _ = TRITON.accumulate(call, plan).finish()
+    assert far(out, attention(call)[0]) <= BOUNDS[torch.bfloat16]
+
+
+@each(HOPPER, value=[float("nan"), float("inf")])
+def test_nan_and_infinity_in_one_piece_are_those_of_the_block(kernel: Family, value: float) -> None:
+    call = make(kernel, "random", torch.bfloat16, 128, (200, 9000, 2), "plain")
+    call.v[:, :, 3000] = value
+    mask = uneven(call, "tiles")
+    out = TRITON.execute(call, Plan(mask)).out
+    assert torch.equal(~torch.isfinite(out).all(-1), mask.to_dense()[..., 3000])
 
 
 @each(HOPPER)

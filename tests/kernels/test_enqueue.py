@@ -13,7 +13,7 @@ import torch
 
 from kernels.device import DEVICE
 from sparseprefill.kernels import launch as module
-from sparseprefill.kernels.lists.order import longest_first_kernel
+from sparseprefill.kernels.lists.order import draws_kernel
 
 SCRIPT = Path(__file__).with_name("enqueued.py")
 
@@ -38,23 +38,23 @@ def test_a_driver_gets_what_triton_gives_it(seed: int) -> None:
 
 def test_a_launch_fills_what_it_is_given_however_often() -> None:
     for count in (5, 64, 5):
-        keys, order = torch.arange(count, dtype=torch.int32), torch.empty(count, dtype=torch.int32)
-        given = keys.to(DEVICE), None, order.to(DEVICE), count, 0, 1, 0
+        keys, order = torch.arange(count, dtype=torch.int32), torch.empty(1 + 2 * count, dtype=torch.int32)
+        given = keys.to(DEVICE), None, None, order.to(DEVICE), count, 0, 1, 0, count, 1
         for _ in range(3):
-            given[2].zero_()
+            given[3].zero_()
             module.enqueue(
-                longest_first_kernel, (1,), *given, BLOCK=64, AT_ONCE=256, num_warps=4, enable_fp_fusion=True
+                draws_kernel, (1,), *given, BLOCK=64, AT_ONCE=256, num_warps=4, enable_fp_fusion=True
             )
-            assert given[2].tolist() == list(reversed(range(count)))
+            assert given[3].tolist()[1::2] == list(reversed(range(count)))
     assert not module.FAILED
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_launches_are_remembered() -> None:
-    keys, order = (torch.zeros(64, dtype=torch.int32, device=DEVICE) for _ in range(2))
-    module._KNOWN.pop(id(longest_first_kernel), None)
+    keys, order = (torch.zeros(count, dtype=torch.int32, device=DEVICE) for count in (64, 129))
+    module._KNOWN.pop(id(draws_kernel), None)
     for _ in range(2):
-        module.enqueue(longest_first_kernel, (1,), keys, None, order, 64, 0, 1, 0, BLOCK=64, AT_ONCE=256, num_warps=4)
-    _, known = module._KNOWN[id(longest_first_kernel)]
+        module.enqueue(draws_kernel, (1,), keys, None, None, order, 64, 0, 1, 0, 9, 1, BLOCK=64, AT_ONCE=256, num_warps=4)
+    _, known = module._KNOWN[id(draws_kernel)]
     assert len(known) == 1
     assert not module.FAILED

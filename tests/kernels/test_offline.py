@@ -44,13 +44,13 @@ def test_variants_compile_for_hopper(tmp_path: Path) -> None:
     portable = ["both, padded", "resumed state", "window, softcap", "skip", "requests", "wide"]
     portable += ["192 with 128", "512"]
     fast = ["hopper: 64, both", "hopper: 256, stripes", "hopper: requests", "hopper: fp8"]
-    fast += ["hopper: skip, resumed, pages", "hopper: wide"]
+    fast += ["hopper: skip, resumed, pages", "hopper: wide", "hopper: cut, pages", "hopper: cut, resumed"]
     eight = ["hopper: 8 bits, pages"]
     if EVERY:
         portable += ["tiles", "stripes", "pages", "float32", "wide, skip"]
         portable += ["192 with 128, resumed state", "512, skip", "512, pages"]
         fast += ["hopper: 128, tiles resumed", "hopper: pages", "hopper: skip"]
-        fast += ["hopper: fp8, resumed", "hopper: fp8, stripes", "hopper: wide, pages", "hopper: wide, fp8"]
+        fast += ["hopper: fp8, resumed", "hopper: fp8, stripes", "hopper: wide, pages", "hopper: wide, fp8", "hopper: cut, requests"]
         eight += ["hopper: 8 bits"]
     # Forward and repair are one kernel, compiled twice.
     expected = {name: [PORTABLE, PORTABLE] for name in portable} | {name: [HOPPER] for name in fast}
@@ -61,7 +61,7 @@ def test_variants_compile_for_hopper(tmp_path: Path) -> None:
     floor = ["choose_kernel", "spread_kernel", "settle_kernel", "finish_kernel"]
     expected |= dict.fromkeys(("floor: tiles", "floor: stripes", "floor: all, uneven"), floor)
     expected |= dict.fromkeys(("means", "means: pages", "means: fp8 pages"), ["key_means_kernel"] * 2)
-    expected["order"] = ["longest_first_kernel"]
+    expected["order"] = ["draws_kernel"]
     for kind in ("", *([": pages"] if EVERY else []), ": fp8 pages"):
         expected |= {name + kind: kernels for name, kernels in ESTIMATES.items()}
     assert expected == found

@@ -121,8 +121,13 @@ def refused(run: Run, *slots: Tensor) -> str:
     return why
 
 
+def _name(func: Any) -> str:
+    """Of an operator, or of the function that stands for it."""
+    return str(func._schema.name[6:] if hasattr(func, "_schema") else func.__name__)
+
+
 def names(step: Step) -> list[str]:
-    return [one.func._schema.name[6:] if isinstance(one, Operator) else "launch" for one in step.work]
+    return [_name(one.func) if isinstance(one, Operator) else "launch" for one in step.work]
 
 
 def numbers(*values: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Several requests in one launch: the very bits of one by one."""
+"""Several requests in one launch: the very bits of one by one, but where lists are cut by the launch's work."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from helpers.launches import noted_launches
 from kernels.caches import LAYOUTS, untouched
-from kernels.device import DEVICE
+from kernels.device import BOUNDS, DEVICE
 from kernels.each import HALVES, TRITON, each, portable_unless_named
 from kernels.requests import mask_of, step_of
 from sparseprefill import AttentionCall, Carry, Pages, Plan, ReferenceExecutor, SparseMask, output_error
@@ -46,15 +46,19 @@ def plans_of(calls: Sequence[AttentionCall], kind: str, tile: tuple[int, int] = 
     return [Plan(mask_of(call, kind, tile, group, seed)) for seed, call in enumerate(calls)]
 
 
-def check(calls: Sequence[AttentionCall], plans: Sequence[Plan]) -> None:
-    """The same bits, flags of kernels and sizes as one by one."""
+def check(calls: Sequence[AttentionCall], plans: Sequence[Plan], cut: bool = False) -> None:
+    """The same bits, flags of kernels and sizes as one by one. cut: long lists may be cut elsewhere."""
     together = TRITON.execute_many(calls, plans)
     alone = [TRITON.execute(call, plan) for call, plan in zip(calls, plans, strict=True)]
     for call, plan, one, other in zip(calls, plans, together, alone, strict=True):
         assert one.out.shape == call.q.shape
         assert one.out.dtype == call.q.dtype
-        assert torch.equal(one.out, other.out)
-        assert torch.equal(one.lse, other.lse)
+        if cut:
+            assert output_error(one.out, other.out) <= BOUNDS[call.q.dtype]
+            assert torch.allclose(one.lse, other.lse, atol=1e-4)
+        else:
+            assert torch.equal(one.out, other.out)
+            assert torch.equal(one.lse, other.lse)
         assert [by.name for by in one.kernels] == [by.name for by in other.kernels]
         assert one.plan is plan
         assert one.skipped is None
@@ -103,7 +107,7 @@ def test_long_steps(
             served = {by.name for one in TRITON.execute_many(calls, plans) for by in one.kernels}
             assert served == {kernel.name}
             assert launches == [len(calls)]
-            check(calls, plans)
+            check(calls, plans, cut=max(keys for _, keys in sizes) > 4000)
 
 
 @each(HOPPER)

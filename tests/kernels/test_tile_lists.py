@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.device import CUDA, DEVICE
-from sparseprefill.kernels.lists.maps import decode, encode, encode_map, encode_ranges, resolve
+from sparseprefill.kernels.lists.maps import decode, emptied, encode, encode_map, encode_ranges, resolve
 from sparseprefill.mask.geometry import Geometry
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.tile_map import Random, Stride, TileMap
@@ -136,3 +136,10 @@ def test_a_call_takes_few_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     ran = {event.key: event.count for event in seen.key_averages() if event.device_type.name == "CUDA"}
     assert {"encode_kernel": 1, "resolve_kernel": 1} == ran
     assert CUDA
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 3, 64), (2, 4, 700)])
+def test_lists_of_some_rows_are_emptied(shape: tuple[int, int, int]) -> None:
+    counts = torch.randint(1, 9, (shape[0], 1, shape[2]), dtype=torch.int32, device=DEVICE).expand(shape)
+    without = torch.rand(shape[0], 2 * shape[2], device=DEVICE)[:, ::2] < 0.5
+    assert torch.equal(emptied(counts, without), counts.masked_fill(without[:, None], 0))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
+import triton
 from attrs import evolve, field, frozen
 from torch import Tensor
 from triton import knobs
@@ -24,6 +25,13 @@ from sparseprefill.mask.recorded import OfLayer
 SEVERAL = frozenset((list, tuple))
 DESCRIPTORS = 64
 """Descriptors of one launch that are kept, by address: a model's layers have a cache each."""
+SHORT = {torch.ops.aten.empty.memory_format: torch.empty, torch.ops.aten.zeros.default: torch.zeros}
+"""Functions that do what an operator does, at a third of the host's time."""
+STREAM = 3
+"""Place of the stream in a launch's line, behind the grid."""
+STRAIGHT = "3.6."
+"""Versions of Triton whose own launcher is known well enough to be called without what it does first: it encodes the
+descriptors of every launch anew, which takes the host as long as the launch itself."""
 
 
 class Place(NamedTuple):
@@ -60,17 +68,20 @@ class _Address:
 
 @frozen(eq=False)
 class Descriptor:
-    """A tensor descriptor over a place. like: one of the same shape."""
+    """A tensor descriptor over a place. like: one of the same shape. encode: what the launch takes in its place; None
+    for itself."""
 
     like: Any
     base: Any
+    encode: Callable[[Any], Any] | None = None
     _known: dict[int, Any] = field(factory=dict, init=False)
 
     def at(self, address: int) -> Any:
-        """The descriptor of the tensor at an address."""
+        """What a launch takes for the descriptor of the tensor at an address."""
         found = self._known.get(address)
         if found is None:
             found = self.over(_Address(address, self.base.dtype))
+            found = found if self.encode is None else self.encode(found)
             if len(self._known) >= DESCRIPTORS:
                 self._known.clear()
             self._known[address] = found
@@ -110,20 +121,45 @@ def tensors_of(x: Any) -> Iterator[Tensor]:
         yield from tensors_of(list(x.values()))
 
 
+Encode = Callable[[Any], Any]
+
+
+def straight(compiled: Any) -> tuple[Callable[..., Any], tuple[Any, ...], list[Encode] | None]:
+    """Launcher of a compiled kernel, its arguments between the stream and the kernel's own where nobody listens, and what
+    encodes descriptors in their order; None where the launcher does."""
+    head = compiled.function, compiled.packed_metadata, None, None, None
+    run = compiled.run
+    if not triton.__version__.startswith(STRAIGHT) or run.global_scratch_size or run.profile_scratch_size:
+        return run, head, None
+    inner = getattr(run.launch, "__closure__", None)
+    cells = {} if inner is None else dict(zip(run.launch.__code__.co_freevars, inner, strict=True))
+    metas = cells["tensordesc_meta"].cell_contents if cells else []
+    if not all(metas):  # kernels that take no map of the copy engine's
+        return run, head, None
+    from triton.backends.nvidia.driver import make_tensordesc_arg  # pyright: ignore[reportMissingImports]
+
+    def encoder(meta: Any) -> Encode:
+        return lambda descriptor: make_tensordesc_arg(descriptor, meta)[0]
+
+    launch = cells["launcher"].cell_contents if cells else run.launch
+    whole = (head[0], run.launch_cooperative_grid, run.launch_pdl, None, None, *head[1:])
+    return launch, whole, [encoder(meta) for meta in metas]
+
+
 @frozen(eq=False)
 class Launch:
-    """A launch. run: of the compiled kernel, or of Triton's interpreter on its grid. arguments: as it takes them, `Place`s
-    and `Descriptor`s among them. options: of the interpreter; None on a GPU. compiled, grid: there; head: what `run`
-    takes between the stream and the arguments, as `CompiledKernel` itself gives it where nobody listens to launches.
-    others: what it reads by the numbers of an argument, which are kept for it: places, or tensors from outside."""
+    """A launch. run: of Triton's interpreter on its grid; on a GPU of `line`. arguments: as the kernel takes them,
+    `Place`s and `Descriptor`s among them. options: of the interpreter; None on a GPU. compiled, grid: there; line: what
+    `run` takes there, with gaps for the stream and what differs by layer. others: what it reads by the numbers of an
+    argument, which are kept for it: places, or tensors from outside."""
 
     run: Callable[..., Any]
     arguments: tuple[Any, ...]
     options: dict[str, Any] | None = None
     compiled: Any = None
     grid: tuple[int, ...] = ()
-    head: tuple[Any, ...] = ()
     others: tuple[Any, ...] = ()
+    line: tuple[Any, ...] = ()
     numbers: tuple[tuple[int, Callable[[int], int]], ...] = ()
     pointers: tuple[tuple[int, int, int], ...] = ()
     descriptors: tuple[tuple[int, int, int, Descriptor], ...] = ()
@@ -140,9 +176,8 @@ class Launch:
         last = kernel.arg_names[len(args) :]
         if not all(name in options for name in last):
             return "some of its arguments have defaults"
-        whole, given = (*grid, 1, 1)[:3], (*args, *(options[name] for name in last))
-        head = (made.function, made.packed_metadata, None, None, None)
-        return cls(made.run, given, compiled=made, grid=whole, head=head)
+        given = (*args, *(options[name] for name in last))
+        return cls(made.run, given, compiled=made, grid=(*grid, 1, 1)[:3])
 
     @property
     def places(self) -> list[Place]:
@@ -163,26 +198,65 @@ class Launch:
             base = settled(x.base)
             return Descriptor(x.like, base) if isinstance(base, Place) else x.over(base)
 
-        given = tuple(map(final, self.arguments))
-        pointers = tuple((i, x.root, x.offset) for i, x in enumerate(given) if isinstance(x, Place))
-        descriptors = tuple(
-            (i, x.base.root, x.base.offset, x) for i, x in enumerate(given) if isinstance(x, Descriptor)
-        )
-        numbers = tuple((i, x.of) for i, x in enumerate(given) if type(x) is OfLayer)
-        more = tuple(map(settled, self.others))
-        return evolve(self, arguments=given, others=more, numbers=numbers, pointers=pointers, descriptors=descriptors)
+        given, more = tuple(map(final, self.arguments)), tuple(map(settled, self.others))
+        made = evolve(self, arguments=given, others=more)
+        return made if self.options is not None else made._lined()
 
-    def interpreted(self, roots: Sequence[Tensor], layer: int) -> None:
-        """In Triton's interpreter, which takes tensors."""
+    def _lined(self) -> Self:
+        run, head, encoders = straight(self.compiled)
+        line: list[Any] = [*self.grid, None, *head]
+        numbers, pointers, descriptors = [], [], []
+        each = iter(encoders or ())
+        for x in self.arguments:
+            here, encode = len(line), next(each) if encoders is not None and _is_descriptor(x) else None
+            if isinstance(x, Place):
+                pointers.append((here, x.root, x.offset))
+            elif isinstance(x, Descriptor):
+                descriptors.append((here, x.base.root, x.base.offset, evolve(x, encode=encode)))
+            elif type(x) is OfLayer:
+                numbers.append((here, x.of))
+            line.append(x if encode is None or isinstance(x, Descriptor) else encode(x))
+            if encode is not None:
+                like = x.like if isinstance(x, Descriptor) else x
+                line += [*like.shape, *like.strides]
+        bound = {"numbers": tuple(numbers), "pointers": tuple(pointers), "descriptors": tuple(descriptors)}
+        return evolve(self, run=run, line=tuple(line), **bound)
 
-        def there(x: Any) -> Any:
+    def there(self, layer: int, place: Callable[[Place], Any], descriptor: Callable[[Descriptor], Any]) -> list[Any]:
+        """The arguments of a layer, as Triton's own launch takes them."""
+
+        def of(x: Any) -> Any:
             if type(x) is OfLayer:
                 return x.of(layer)
             if isinstance(x, Descriptor):
-                return x.over(x.base.of(roots[x.base.root]))
-            return x.of(roots[x.root]) if isinstance(x, Place) else x
+                return descriptor(x)
+            return place(x) if isinstance(x, Place) else x
 
-        self.run(*map(there, self.arguments), **(self.options or {}))
+        return list(map(of, self.arguments))
+
+    def interpreted(self, roots: Sequence[Tensor], layer: int) -> None:
+        """In Triton's interpreter, which takes tensors."""
+        given = self.there(layer, lambda x: x.of(roots[x.root]), lambda x: x.over(x.base.of(roots[x.base.root])))
+        self.run(*given, **(self.options or {}))
+
+    def told(self, addresses: Sequence[int], layer: int, stream: Any) -> None:
+        """Where somebody listens to launches, as a profiler does."""
+
+        def at(x: Place) -> int:
+            return addresses[x.root] + x.offset
+
+        given = self.there(layer, at, lambda x: x.over(_Address(at(x.base), x.base.dtype)))
+        self.compiled[self.grid](*given, stream=stream)
+
+
+def _is_descriptor(x: Any) -> bool:
+    return isinstance(x, Descriptor) or hasattr(x, "block_shape")
+
+
+def heard() -> bool:
+    """True while somebody listens to launches. A chain of hooks may be empty."""
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 @frozen(eq=False)
@@ -202,7 +276,8 @@ class Operator:
         found = list[Place]()
         mapped(lambda x: found.append(x) if isinstance(x, Place) else None, [*self.args, *self.kwargs.values()])
         spots = tuple((i, x) for i, x in enumerate(self.args) if isinstance(x, Place))
-        for name, value in (("places", found), ("spots", spots), ("deep", len(spots) < len(found))):
+        named = ("places", found), ("spots", spots), ("deep", len(spots) < len(found)), ("func", SHORT.get(self.func, self.func))
+        for name, value in named:
             object.__setattr__(self, name, value)
 
     def placed(self, settled: Callable[[Any], Any]) -> Self:
@@ -311,7 +386,7 @@ class Step:
         roots.append(torch.empty(self.scratch, dtype=torch.uint8, device=self.device))
         addresses = [x.data_ptr() for x in roots]
         stream: Any = None
-        heard = False
+        told = False
         for one in self.work:
             if isinstance(one, Operator):
                 args: Sequence[Any] = one.args
@@ -334,16 +409,17 @@ class Step:
             if stream is None:
                 active = driver.active
                 stream = active.get_current_stream(active.get_current_device())
-                heard = knobs.runtime.launch_enter_hook is not None or knobs.runtime.launch_exit_hook is not None
-            given = list(one.arguments)
+                told = heard()
+            if told:
+                one.told(addresses, layer, stream)
+                continue
+            given = list(one.line)
+            given[STREAM] = stream
             for i, of in one.numbers:
                 given[i] = of(layer)
             for i, root, offset in one.pointers:
                 given[i] = addresses[root] + offset
             for i, root, offset, descriptor in one.descriptors:
                 given[i] = descriptor.at(addresses[root] + offset)
-            if heard:  # by a profiler, say
-                one.compiled[one.grid](*given, stream=stream)
-            else:
-                one.run(*one.grid, stream, *one.head, *given)
+            one.run(*given)
         return [x.of(roots[x.root]) if type(x) is Place else x for x in self.results]

@@ -227,7 +227,12 @@ class IndexLists:
         counts, offsets = self.counts, self.offsets
         if index is not None:
             counts, offsets = (torch.take_along_dim(x, index[:, None], 2) for x in (counts, offsets))
-        counts = counts if without is None else counts.masked_fill(without[:, None], 0)
+        if without is not None and counts.is_cuda and kernels.serve(counts):
+            from sparseprefill.kernels.lists.maps import emptied
+
+            counts = emptied(counts, without)
+        elif without is not None:
+            counts = counts.masked_fill(without[:, None], 0)
         return evolve(self, counts=counts, offsets=offsets)
 
 

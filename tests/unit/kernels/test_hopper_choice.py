@@ -12,6 +12,7 @@ from triton.errors import TritonError
 
 from helpers.families import Made, chosen, only, refused
 from kernels.requests import mask_of, step_of
+from kernels.test_order import told
 from sparseprefill import AttentionCall, Plan, ReferenceExecutor, SparseMask, output_error
 from sparseprefill.executors.triton import TritonExecutor
 from sparseprefill.kernels.attention import launch as attention
@@ -194,6 +195,7 @@ def test_of_few_rows_behind_many_keys_the_longest_blocks_are_drawn_first(
     tile_q: int, starts: tuple[int, int] | None, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "multiprocessors", lambda _: 3)
+    monkeypatch.setattr(launch, "LEAST_STEPS", 1)
     q, k, v = tensors("random", batch=2, heads=4, kv_heads=2, q_len=600, kv_len=2000, head_dim=64)
     given = AttentionCall(q, k, v, starts=None if starts is None else torch.tensor(starts, dtype=torch.int32))
     g, source = given.geometry, torch.Generator().manual_seed(tile_q)
@@ -215,10 +217,12 @@ def test_of_few_rows_behind_many_keys_the_longest_blocks_are_drawn_first(
                 group = (first + tile) // 2 - first // 2
                 keys = int(tiles_of.counts[b, h, tile]) * 128 + int(stripes_of.counts[b, h, group]) * width
                 length.append(keys)
-    order = launch._order(given, mask, blocks)
-    assert sorted(order.tolist()) == list(range(2 * 4 * blocks))
-    drawn = [length[item] for item in order.tolist()]
-    assert drawn == sorted(length, reverse=True)
+    pieces = launch._pieces(given, mask, blocks)
+    assert pieces is not None
+    drawn = told(pieces)
+    first = [item for item, number, _ in drawn if number == 0]
+    assert sorted(first) == list(range(2 * 4 * blocks))
+    assert [length[item] for item in first] == sorted(length, reverse=True)
 
 
 def _half(given: AttentionCall) -> torch.Tensor:
@@ -231,13 +235,19 @@ def test_other_calls_draw_their_blocks_head_by_head(monkeypatch: pytest.MonkeyPa
     q, k, v = tensors("random", batch=1, heads=4, kv_heads=2, q_len=600, kv_len=2000, head_dim=64)
     behind, whole = AttentionCall(q, k, v), AttentionCall(q, k[:, :, :600], v[:, :, :600])
     some, none = (SparseMask.from_tiles(one, _half(one)) for one in (behind, whole))
-    assert launch._order(behind, some, 6) is not None
-    assert launch._order(whole, none, 6) is None
-    assert launch._order(behind, SparseMask.full(behind), 6) is None  # all heads alike
-    monkeypatch.setattr(launch, "FEW_BLOCKS", 5)
-    assert launch._order(behind, some, 6) is None
+    full = SparseMask.full(behind)
+    monkeypatch.setattr(launch, "LEAST_STEPS", 4)
+    assert launch._pieces(behind, some, 6) is not None
+    assert launch._pieces(whole, none, 6) is None
+    assert launch._pieces(behind, full, 6) is None  # all heads alike, and enough of them
     monkeypatch.setattr(launch, "multiprocessors", lambda _: 132)
-    assert launch._order(behind, some, 5) is None  # all run at once
+    assert launch._pieces(behind, full, 6) is not None  # too few for all programs
+    assert launch._pieces(behind, SparseMask.empty(behind), 6) is None
+    monkeypatch.setattr(launch, "LEAST_STEPS", 16)
+    assert launch._pieces(behind, some, 6) is None  # 16 steps
+    monkeypatch.setattr(launch, "LEAST_STEPS", 4)
+    monkeypatch.setattr(launch, "FEW_BLOCKS", 5)
+    assert launch._pieces(behind, some, 6) is None
 
 
 @pytest.mark.parametrize("cached", [0, 2000])
@@ -249,7 +259,9 @@ def test_blocks_of_several_requests_are_those_that_there_are(cached: int, monkey
     requests = Together.of(calls, masks)
     own = requests.blocks(launch.BLOCK_M)
     blocks = max(own)
-    order = launch._order_together(requests, blocks).tolist()
+    monkeypatch.setattr(launch, "LEAST_STEPS", 4)
+    order, pieces = launch._pieces_together(requests, blocks)
+    items = [item for item, number, _ in told(pieces) if number == 0] if order is None else order.tolist()
     length = {}
     for i, mask in enumerate(masks):
         assert mask.tiles is not None
@@ -257,11 +269,12 @@ def test_blocks_of_several_requests_are_those_that_there_are(cached: int, monkey
             for block in range(own[i]):
                 item = (i * 4 + h) * blocks + blocks - 1 - block  # as `work.query_block` reads it
                 length[item] = int(mask.tiles.counts[0, h, block])
-    assert sorted(order) == sorted(length)
+    assert sorted(items) == sorted(length)
+    assert (pieces is not None) == (cached > 0)
     if cached:
-        assert [length[item] for item in order] == sorted(length.values(), reverse=True)
+        assert [length[item] for item in items] == sorted(length.values(), reverse=True)
     else:
-        assert [item // (4 * blocks) for item in order] == [i for i in range(3) for _ in range(4 * own[i])]
+        assert [item // (4 * blocks) for item in items] == [i for i in range(3) for _ in range(4 * own[i])]
 
 
 def test_a_kernel_is_told_of_several_requests(monkeypatch: pytest.MonkeyPatch) -> None:

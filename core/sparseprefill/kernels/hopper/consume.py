@@ -10,13 +10,17 @@ from sparseprefill.kernels.attention.arguments import OUT_BEGIN
 from sparseprefill.kernels.hopper.eight import attend_eight, round_queries
 from sparseprefill.kernels.hopper.mma import start_logits
 from sparseprefill.kernels.hopper.skim import bound_of, skim
+from sparseprefill.kernels.roles.gluon import barrier
 from sparseprefill.kernels.roles.paging import behind, rows_of
 from sparseprefill.kernels.roles.ring import advance, hide, pin, softmax, values_of
 from sparseprefill.kernels.roles.work import (
     CROSSING,
+    FIRST,
     FIRST_EIGHT,
     ITEM,
     LAST_EIGHT,
+    NUMBER,
+    PIECES,
     SEEN,
     SLOTS,
     TILES,
@@ -169,7 +173,120 @@ def attend_mixed(
 
 
 @gluon.jit
-def consume(NUMBER: gl.constexpr, queries, ring, eight, work, sizes, carry, outputs, skip, scale, shape):
+def join(HALF: gl.constexpr, parts, place, number, pieces, m, l, o, o_high, shape):
+    """State of an item whose piece this is, and whether all of its pieces are in it; else what it was.
+
+    Each piece leaves its own, and whoever comes last takes them all in their order, so that a run is like another.
+    place: the item's first draw.
+    """
+    half: gl.constexpr = shape.BLOCK_M // 2
+    width: gl.constexpr = shape.D if shape.D <= 128 else 128
+    wide: gl.constexpr = shape.D > 128
+    s_rows: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, shape.BLOCK_N, 16]))
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
+    o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
+    row = HALF * half + gl.arange(0, half, layout=s_rows)
+    o_row = HALF * half + gl.arange(0, half, layout=o_rows)
+    dims = gl.arange(0, width, layout=gl.SliceLayout(0, o_layout))
+    level = parts.level + row  # [half]
+    acc = parts.acc + o_row[:, None] * shape.D + dims[None, :]  # [half, width]
+    mine = place + number
+    gl.store(level + mine * 2 * shape.BLOCK_M, m)
+    gl.store(level + (mine * 2 + 1) * shape.BLOCK_M, l)
+    gl.store(acc + mine * shape.BLOCK_M * shape.D, o)
+    if wide:
+        gl.store(acc + mine * shape.BLOCK_M * shape.D + width, o_high)
+    barrier()  # all of it is written before it counts
+    last = gl.atomic_add(parts.arrived + 2 * place + HALF, 1, sem="acq_rel") == pieces - 1
+    if last:
+        m = gl.full([half], float("-inf"), gl.float32, s_rows)
+        l = gl.full([half], 0.0, gl.float32, s_rows)  # noqa: E741
+        o = gl.full([half, width], 0.0, gl.float32, o_layout)
+        if wide:
+            o_high = gl.full([half, width], 0.0, gl.float32, o_layout)
+        for at in range(place, place + pieces):
+            more = gl.load(level + at * 2 * shape.BLOCK_M)  # [half]
+            top = gl.maximum(m, more)
+            base = gl.where(top == float("-inf"), 0.0, top)
+            before = gl.exp2(m - base)
+            factor = gl.exp2(more - base)
+            l = l * before + gl.load(level + (at * 2 + 1) * shape.BLOCK_M) * factor  # noqa: E741
+            before = gl.convert_layout(before, o_rows)[:, None]
+            factor = gl.convert_layout(factor, o_rows)[:, None]
+            o = o * before + gl.load(acc + at * shape.BLOCK_M * shape.D) * factor
+            if wide:
+                o_high = o_high * before + gl.load(acc + at * shape.BLOCK_M * shape.D + width) * factor
+            m = top
+    return m, l, o, o_high, last
+
+
+@gluon.jit
+def leave(HALF: gl.constexpr, bh, block, length, first, low, m, l, o, o_high, sizes, outputs, shape):
+    """Write what a consumer's half of a query block came to: out and LSE, or the state; and the flag of nonfinite sums."""
+    D: gl.constexpr = shape.D
+    half: gl.constexpr = shape.BLOCK_M // 2
+    width: gl.constexpr = D if D <= 128 else 128
+    wide: gl.constexpr = D > 128
+    s_rows: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, shape.BLOCK_N, 16]))
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
+    o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
+    q_len = rows_of(sizes, bh // sizes.heads)
+    row = low - first + HALF * half  # of the call's queries
+    index = row + gl.arange(0, half, layout=s_rows)
+    position = index + first
+    inside = (index >= 0) & (index < q_len)
+    o_index = row + gl.arange(0, half, layout=o_rows)
+    o_inside = (o_index >= 0) & (o_index < q_len)
+    dims = gl.arange(0, width, layout=gl.SliceLayout(0, o_layout))
+    head_row = bh.to(gl.int64) * q_len
+    real = inside & (position >= 0) & (position < length)
+    o_real = o_inside & (o_index + first >= 0) & (o_index + first < length)
+    if outputs.v_scale is not None:
+        o = o * outputs.v_scale
+        if wide:
+            o_high = o_high * outputs.v_scale
+    # A NaN, or an infinity, shows in a row's sum: one flag for the block, whoever writes it.
+    checked = gl.sum(o, 1)
+    if wide:
+        checked += gl.sum(o_high, 1)
+    flag = gl.full([half], 1, gl.int8, o_rows)
+    where = outputs.nonfinite + bh.to(gl.int64) * sizes.blocks + block + 0 * o_index
+    gl.store(where, flag, mask=o_real & (checked - checked != 0.0))
+    m = gl.where(real, m, float("-inf"))
+    l = gl.where(real, l, 0.0)  # noqa: E741
+    if outputs.state.m is not None:
+        gl.store(outputs.state.m + head_row + index, m * LN2, mask=inside)
+        gl.store(outputs.state.l + head_row + index, l, mask=inside)
+        at = outputs.state.acc + (head_row + o_index)[:, None] * D + dims[None, :]
+        gl.store(at, gl.where(o_real[:, None], o, 0.0), mask=o_inside[:, None])
+        if wide:
+            gl.store(at + width, gl.where(o_real[:, None], o_high, 0.0), mask=o_inside[:, None])
+    else:
+        lse = gl.where(l == 0.0, float("-inf"), (m + gl.log2(gl.where(l == 0.0, 1.0, l))) * LN2)
+        b = (bh // sizes.heads).to(gl.int64)
+        h = (bh % sizes.heads).to(gl.int64)
+        lse_ptr = outputs.lse + b * outputs.stride_lb + h * outputs.stride_lh
+        if sizes.requests is not None:
+            begin = behind(sizes, bh // sizes.heads, OUT_BEGIN)
+            lse_ptr += begin
+        gl.store(lse_ptr + index, lse, mask=inside)
+        total = l
+        if outputs.sinks is not None:
+            floor = gl.where(m == float("-inf"), 0.0, m)
+            total += gl.exp2(gl.load(outputs.sinks + bh % sizes.heads).to(gl.float32) * LOG2E - floor)
+        inverse = gl.convert_layout(1.0 / gl.where(total == 0.0, 1.0, total), o_rows)
+        out = gl.where(o_real[:, None], o * inverse[:, None], 0.0).to(outputs.out.dtype.element_ty)
+        base_ptr = outputs.out + b * outputs.stride_ob + h * outputs.stride_oh
+        if sizes.requests is not None:
+            base_ptr += begin * outputs.stride_on
+        store_rows(base_ptr, outputs.stride_on, row, q_len, out, half, width)
+        if wide:
+            out = gl.where(o_real[:, None], o_high * inverse[:, None], 0.0).to(outputs.out.dtype.element_ty)
+            store_rows(base_ptr + width, outputs.stride_on, row, q_len, out, half, width)
+
+
+@gluon.jit
+def consume(HALF: gl.constexpr, queries, ring, eight, work, sizes, carry, parts, outputs, skip, scale, shape):
     """One warpgroup: half of a query block. The next step's logits run on the tensor cores during this one's softmax.
 
     The softmax of step j hides behind the product of step j - 1 with its values: FlashAttention-3's overlap within a
@@ -204,13 +321,20 @@ def consume(NUMBER: gl.constexpr, queries, ring, eight, work, sizes, carry, outp
         if eight.k_desc is not None:
             first_eight = get(work, slot, FIRST_EIGHT)
             last_eight = get(work, slot, LAST_EIGHT)
+        number = 0
+        pieces = 1
+        place = 0
+        if work.pieces is not None:
+            number = get(work, slot, NUMBER)
+            pieces = get(work, slot, PIECES)
+            place = get(work, slot, FIRST)
         mbarrier.arrive(work.empty.index(slot), count=1)
         slot, lap = advance(slot, lap, SLOTS)
         going = item < sizes.items
         if going:
             bh, block, length, first, _, low = item_rows(item, sizes, shape)
             q_len = rows_of(sizes, bh // sizes.heads)
-            row = low - first + NUMBER * half  # of the call's queries
+            row = low - first + HALF * half  # of the call's queries
             index = row + gl.arange(0, half, layout=s_rows)
             position = index + first
             inside = (index >= 0) & (index < q_len)
@@ -219,12 +343,17 @@ def consume(NUMBER: gl.constexpr, queries, ring, eight, work, sizes, carry, outp
             dims = gl.arange(0, width, layout=gl.SliceLayout(0, o_layout))
             head_row = bh.to(gl.int64) * q_len
             if carry.m is not None:
-                m = gl.load(carry.m + head_row + index, mask=inside, other=float("-inf")) * LOG2E  # [half]
-                l = gl.load(carry.l + head_row + index, mask=inside, other=0.0)  # noqa: E741 - [half]
+                taken = inside
+                o_taken = o_inside
+                if work.pieces is not None:  # the first piece goes on from it
+                    taken = inside & (number == 0)
+                    o_taken = o_inside & (number == 0)
+                m = gl.load(carry.m + head_row + index, mask=taken, other=float("-inf")) * LOG2E  # [half]
+                l = gl.load(carry.l + head_row + index, mask=taken, other=0.0)  # noqa: E741 - [half]
                 at = carry.acc + (head_row + o_index)[:, None] * D + dims[None, :]
-                o = gl.load(at, mask=o_inside[:, None], other=0.0)  # [half, width]
+                o = gl.load(at, mask=o_taken[:, None], other=0.0)  # [half, width]
                 if wide:
-                    o_high = gl.load(at + width, mask=o_inside[:, None], other=0.0)
+                    o_high = gl.load(at + width, mask=o_taken[:, None], other=0.0)
                 if outputs.v_scale is not None:  # a sum of values as they stand in the cache
                     o = o / outputs.v_scale
                     if wide:
@@ -248,15 +377,15 @@ def consume(NUMBER: gl.constexpr, queries, ring, eight, work, sizes, carry, outp
                     if wide:
                         other = o_high
                     m, l, o, other, stage, phase, skipped = skim(
-                        NUMBER, queries, ring, skip, steps, crossing, masked, position, wanting, rows, bound, m, l, o,
+                        HALF, queries, ring, skip, steps, crossing, masked, position, wanting, rows, bound, m, l, o,
                         other, stage, phase, scale, shape,
                     )  # fmt: skip
                     if wide:
                         o_high = other
-                gl.store(skip.counts + 2 * (bh.to(gl.int64) * sizes.blocks + block) + NUMBER, skipped)
+                gl.store(skip.counts + 2 * (bh.to(gl.int64) * sizes.blocks + block) + HALF, skipped)
             else:
                 if steps > 0:
-                    q = queries.smem.index(NUMBER).reshape([half, D])  # [half, D]
+                    q = queries.smem.index(HALF).reshape([half, D])  # [half, D]
                     mbarrier.wait(queries.ready, turn & 1)
                     turn += 1
                     other = o
@@ -264,7 +393,7 @@ def consume(NUMBER: gl.constexpr, queries, ring, eight, work, sizes, carry, outp
                         other = o_high
                     if eight.k_desc is not None:
                         m, l, o, stage, phase = attend_mixed(
-                            NUMBER, q, queries, ring, eight, tiles, crossing, first_eight, last_eight, position, bh, m, l, o,
+                            HALF, q, queries, ring, eight, tiles, crossing, first_eight, last_eight, position, bh, m, l, o,
                             stage, phase, scale, carry.m is not None, sizes, shape,
                         )  # fmt: skip
                     else:
@@ -274,47 +403,14 @@ def consume(NUMBER: gl.constexpr, queries, ring, eight, work, sizes, carry, outp
                         )  # fmt: skip
                     if wide:
                         o_high = other
-            real = inside & (position >= 0) & (position < length)
-            o_real = o_inside & (o_index + first >= 0) & (o_index + first < length)
-            if outputs.v_scale is not None:
-                o = o * outputs.v_scale
-                if wide:
-                    o_high = o_high * outputs.v_scale
-            # A NaN, or an infinity, shows in a row's sum: one flag for the block, whoever writes it.
-            checked = gl.sum(o, 1)
+            other = o
             if wide:
-                checked += gl.sum(o_high, 1)
-            flag = gl.full([half], 1, gl.int8, o_rows)
-            where = outputs.nonfinite + bh.to(gl.int64) * sizes.blocks + block + 0 * o_index
-            gl.store(where, flag, mask=o_real & (checked - checked != 0.0))
-            m = gl.where(real, m, float("-inf"))
-            l = gl.where(real, l, 0.0)  # noqa: E741
-            if outputs.state.m is not None:
-                gl.store(outputs.state.m + head_row + index, m * LN2, mask=inside)
-                gl.store(outputs.state.l + head_row + index, l, mask=inside)
-                at = outputs.state.acc + (head_row + o_index)[:, None] * D + dims[None, :]
-                gl.store(at, gl.where(o_real[:, None], o, 0.0), mask=o_inside[:, None])
-                if wide:
-                    gl.store(at + width, gl.where(o_real[:, None], o_high, 0.0), mask=o_inside[:, None])
+                other = o_high
+            if work.pieces is None:
+                leave(HALF, bh, block, length, first, low, m, l, o, other, sizes, outputs, shape)
             else:
-                lse = gl.where(l == 0.0, float("-inf"), (m + gl.log2(gl.where(l == 0.0, 1.0, l))) * LN2)
-                b = (bh // sizes.heads).to(gl.int64)
-                h = (bh % sizes.heads).to(gl.int64)
-                lse_ptr = outputs.lse + b * outputs.stride_lb + h * outputs.stride_lh
-                if sizes.requests is not None:
-                    begin = behind(sizes, bh // sizes.heads, OUT_BEGIN)
-                    lse_ptr += begin
-                gl.store(lse_ptr + index, lse, mask=inside)
-                total = l
-                if outputs.sinks is not None:
-                    floor = gl.where(m == float("-inf"), 0.0, m)
-                    total += gl.exp2(gl.load(outputs.sinks + bh % sizes.heads).to(gl.float32) * LOG2E - floor)
-                inverse = gl.convert_layout(1.0 / gl.where(total == 0.0, 1.0, total), o_rows)
-                out = gl.where(o_real[:, None], o * inverse[:, None], 0.0).to(outputs.out.dtype.element_ty)
-                base_ptr = outputs.out + b * outputs.stride_ob + h * outputs.stride_oh
-                if sizes.requests is not None:
-                    base_ptr += begin * outputs.stride_on
-                store_rows(base_ptr, outputs.stride_on, row, q_len, out, half, width)
-                if wide:
-                    out = gl.where(o_real[:, None], o_high * inverse[:, None], 0.0).to(outputs.out.dtype.element_ty)
-                    store_rows(base_ptr + width, outputs.stride_on, row, q_len, out, half, width)
+                whole = pieces == 1
+                if pieces > 1:
+                    m, l, o, other, whole = join(HALF, parts, place, number, pieces, m, l, o, other, shape)
+                if whole:
+                    leave(HALF, bh, block, length, first, low, m, l, o, other, sizes, outputs, shape)

@@ -8,7 +8,19 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from sparseprefill.kernels.attention.arguments import Lists, Mask, State
 from sparseprefill.kernels.hopper.consume import consume
-from sparseprefill.kernels.roles.arguments import Cache, Eight, Outputs, Queries, Raw, Ring, Shape, Sizes, Skip, Work
+from sparseprefill.kernels.roles.arguments import (
+    Cache,
+    Eight,
+    Outputs,
+    Parts,
+    Queries,
+    Raw,
+    Ring,
+    Shape,
+    Sizes,
+    Skip,
+    Work,
+)
 from sparseprefill.kernels.roles.convert import produce_converted
 from sparseprefill.kernels.roles.gluon import reinterpret
 from sparseprefill.kernels.roles.produce import produce
@@ -43,7 +55,7 @@ def hopper_attention_fwd_kernel(
     outputs_stride_ob, outputs_stride_oh, outputs_stride_on, outputs_stride_lb, outputs_stride_lh,
     sizes_starts, sizes_lengths, sizes_q_offset, sizes_q_len, sizes_kv_len, sizes_blocks, sizes_items, sizes_heads,
     sizes_kv_group, sizes_requests,
-    scale, k_scale, below, skipped, counter, order, draws,
+    scale, k_scale, below, skipped, counter, order, draws, pieces, parts_arrived, parts_level, parts_acc,
     eight_k_desc, eight_v_desc, eight_k_scale, eight_k_mean, eight_v_scale, eight_v_inverse, eight_v_mean, eight_exact,
     TILE_Q: gl.constexpr, TILE_K: gl.constexpr, GROUP: gl.constexpr, WIDTH: gl.constexpr, BOX: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr, REGISTERS: gl.constexpr,
@@ -123,7 +135,7 @@ def hopper_attention_fwd_kernel(
         scales = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M // 2], flat)
     block = Queries(queries, q_smem, q_ready, q_empty, q_eight)
     ring = Ring(k_smem, v_smem, positions, k_ready, k_empty, v_ready, v_empty, cache_rows, k_eight, v_eight, scales)
-    work = Work(work_smem, work_ready, work_empty, counter, order, draws)
+    work = Work(work_smem, work_ready, work_empty, counter, order, draws, pieces)
     sizes = Sizes(
         sizes_starts, sizes_lengths, sizes_q_offset, sizes_q_len, sizes_kv_len, sizes_blocks, sizes_items, sizes_heads,
         sizes_kv_group, sizes_requests,
@@ -135,6 +147,7 @@ def hopper_attention_fwd_kernel(
         cache_k_desc, cache_v_desc, cache_k_box, cache_v_box, cache_k, cache_v, cache_table,
         cache_stride_kb, cache_stride_kh, cache_stride_kn, cache_stride_vb, cache_stride_vh, cache_stride_vn,
     )  # fmt: skip
+    parts = Parts(parts_arrived, parts_level, parts_acc)
     carry = State(carry_m, carry_l, carry_acc)
     state = State(outputs_state_m, outputs_state_l, outputs_state_acc)
     raw = Raw(None, None)
@@ -154,8 +167,8 @@ def hopper_attention_fwd_kernel(
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (consume, (0, block, ring, eight, work, sizes, carry, outputs, skip, scale, shape)),
-            (consume, (1, block, ring, eight, work, sizes, carry, outputs, skip, scale, shape)),
+            (consume, (0, block, ring, eight, work, sizes, carry, parts, outputs, skip, scale, shape)),
+            (consume, (1, block, ring, eight, work, sizes, carry, parts, outputs, skip, scale, shape)),
             (fill, (ring, raw, eight, work, sizes, mask, cache, skip, shape)),
             (schedule, (block, eight, work, sizes, mask, shape)),
         ],

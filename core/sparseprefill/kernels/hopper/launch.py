@@ -15,8 +15,8 @@ from sparseprefill.kernels.family.chips import multiprocessors
 from sparseprefill.kernels.family.record import Job, Launched, Wanted
 from sparseprefill.kernels.hopper.kernel import hopper_attention_fwd_kernel
 from sparseprefill.kernels.launch import enqueue
-from sparseprefill.kernels.lists.order import longest_first, longest_lists_first, prepare
-from sparseprefill.kernels.roles.arguments import Arguments, Cache, Eight, Outputs, Sizes
+from sparseprefill.kernels.lists.order import draws, draws_of_lists, most_pieces, prepare
+from sparseprefill.kernels.roles.arguments import Arguments, Cache, Eight, Outputs, Parts, Sizes
 from sparseprefill.kernels.roles.paging import PANEL
 from sparseprefill.kernels.roles.quantise import TILE, errors_of
 from sparseprefill.kernels.roles.quantise import eight as quantised
@@ -66,11 +66,13 @@ READS, READS_OF_ALL = 8, 64
 READS_FP8 = 16, 32
 """The same over an fp8 cache, whatever its pages: of stripes alone, and of sparse masks with tiles."""
 FEW_BLOCKS = 128
-"""Query blocks of a head up to which their order is looked at (see `_order`)."""
+"""Query blocks of a head up to which their lists are looked at (see `_pieces`)."""
+LEAST_STEPS = 16
+"""Steps of the shortest piece: each costs what two steps do, its state written and read again."""
 LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 """Of queries, keys and values in shared memory."""
 SCRATCH = 16
-"""Bytes before the flags of the scratch tensor; the first four are the counter of work items."""
+"""Bytes before the flags of the scratch tensor, and before what counts pieces; the first four are the counter of items."""
 
 
 def objection(call: AttentionCall, mask: SparseMask, wanted: Wanted) -> str | None:
@@ -162,8 +164,11 @@ def launch(job: Job) -> Launched:
     """Run the kernel in 16 bits. Its pairs left out are two numbers for each query block, one of each half."""
     call, mask, given, requests = job.call, job.mask, job.arguments, job.requests
     blocks = _blocks(mask, given)
-    order = _order(call, mask, blocks) if requests is None else _order_together(requests, blocks)
-    nonfinite = _run(call, mask, given, order, requests)
+    if requests is not None:
+        order, pieces = _pieces_together(requests, blocks)
+    else:
+        order, pieces = None, None if job.wanted.skips else _pieces(call, mask, blocks)
+    nonfinite = _run(call, mask, given, order, requests, pieces=pieces)
     # Query rows of a block, those that vote together (of one consumer), and keys of a step.
     voting = (BLOCK_M, BLOCK_M // 2, min(mask.tile_k, BLOCK_N[call.q.shape[3]])) if job.wanted.skips else None
     return Launched(nonfinite=nonfinite, voting=voting)
@@ -183,9 +188,8 @@ def launch_eight(job: Job) -> Launched:
     _run(call, mask, given, items, eight=eight)
     first = -(given.sizes.q_offset % BLOCK_M)
     errors, beyond = errors_of(out, exact, first, blocks, SAMPLED, BLOCK_M, bound)
-    order = _order(call, mask, blocks)
     eight = eight._replace(exact=beyond)
-    return Launched(nonfinite=_run(call, mask, given, every if order is None else order, eight=eight), errors=errors)
+    return Launched(nonfinite=_run(call, mask, given, every, eight=eight), errors=errors)
 
 
 @kept
@@ -213,8 +217,9 @@ def _run(
     order: Tensor | None,
     requests: Together | None = None,
     eight: Eight | None = None,
+    pieces: Tensor | None = None,
 ) -> Tensor:
-    """One launch, of all items or of those in `order`."""
+    """One launch, of all items, of those in `order`, or of those in `pieces` (see `lists.order`)."""
     apart(prepare, call.q.device)
     (batch, heads, _, width), q, source = call.q.shape, given.queries.ptr, Source.of(call)
     block_n, fp8 = min(mask.tile_k, BLOCK_N[width]), FORMATS.get(source.k.dtype)
@@ -227,9 +232,16 @@ def _run(
     batch = batch if requests is None else len(requests.masks)
     blocks = _blocks(mask, given)
     items = batch * heads * blocks
-    scratch = torch.zeros(SCRATCH + items, dtype=torch.int8, device=call.q.device)
-    counter, nonfinite = scratch[:4].view(torch.int32), scratch[SCRATCH:]
-    draws = None if order is None or (requests is None and eight is None) else order.numel()
+    programs = multiprocessors(q.device)
+    cut = 0 if pieces is None else most_pieces(programs)
+    scratch = torch.zeros(SCRATCH + 8 * cut + items, dtype=torch.int8, device=call.q.device)
+    counter, nonfinite = scratch[:4].view(torch.int32), scratch[SCRATCH + 8 * cut :]
+    parts = Parts(None, None, None)
+    if pieces is not None:
+        states = torch.empty(cut * BLOCK_M * (2 + width), dtype=torch.float32, device=call.q.device)
+        arrived = scratch[SCRATCH : SCRATCH + 8 * cut].view(torch.int32)
+        parts = Parts(arrived, states[: 2 * cut * BLOCK_M], states[2 * cut * BLOCK_M :])
+    drawn = None if order is None else order.numel()
     outputs, sizes = given.outputs, given.sizes
     strides = (outputs.stride_ob, outputs.stride_oh, outputs.stride_on, outputs.stride_lb, outputs.stride_lh)
     arguments = Arguments(
@@ -245,10 +257,12 @@ def _run(
         outputs.skipped,
         counter,
         order,
-        draws,
+        drawn,
+        pieces,
+        parts,
         NOTHING if eight is None else eight,
     )
-    enqueue(hopper_attention_fwd_kernel, (min(draws or items, multiprocessors(q.device)),),
+    enqueue(hopper_attention_fwd_kernel, (min(drawn or items, programs) if pieces is None else programs,),
         *flat(arguments),
         TILE_Q=mask.tile_q, TILE_K=mask.tile_k, GROUP=mask.group, WIDTH=mask.stripe_width, BOX=box,
         BLOCK_M=BLOCK_M, BLOCK_N=block_n, D=width, STAGES=stages[width], PAGE=source.page, REGISTERS=registers, FP8=fp8,
@@ -258,28 +272,33 @@ def _run(
     return nonfinite
 
 
-def _order(call: AttentionCall, mask: SparseMask, blocks: int) -> Tensor | None:
-    """int32 ``[items]``: query blocks of all heads, those with the longest lists first; None where heads may follow
-    each other.
+def _pieces(call: AttentionCall, mask: SparseMask, blocks: int) -> Tensor | None:
+    """The query blocks of all heads as programs draw them, the longest first, long ones in pieces (`lists.order`); None
+    where heads may follow each other.
 
     Few rows behind many cached keys leave each multiprocessor few blocks, some many times as long as others: one that
-    is drawn last keeps all waiting. Of whole prompts, a head's own blocks are enough to fill the gaps.
+    is drawn last, or is longer than all others together, keeps all waiting. Of whole prompts, a head's own blocks are
+    enough to fill the gaps.
     """
-    few = blocks * call.geometry.batch * call.geometry.heads <= multiprocessors(call.q.device)
-    return None if few or not _uneven(mask, blocks) else longest_lists_first(*_lengths(mask))
+    programs = multiprocessors(call.q.device)
+    if not _behind(mask, blocks) or (_alike(mask) and blocks * call.q.shape[0] * call.q.shape[1] >= 2 * programs):
+        return None
+    return draws_of_lists(*_lengths(mask), _least(mask), programs)
 
 
-def _order_together(requests: Together, blocks: int) -> Tensor:
-    """int32 ``[items]``: the query blocks that requests have, of `blocks` for each head, as `_order` has them.
+def _pieces_together(requests: Together, blocks: int) -> tuple[Tensor | None, Tensor | None]:
+    """int32 ``[items]``, the query blocks that requests have, of `blocks` for each head; or these as `_pieces` has them.
 
     Where heads may follow each other, so do the requests, in their order.
     """
     masks, device = requests.masks, requests.q.device
     own, heads = requests.blocks(BLOCK_M), requests.q.shape[1]
     items = _items(own, blocks, heads, device)
-    if items.numel() <= multiprocessors(device) or not any(map(_uneven, masks, own)):
-        return items
-    return items[longest_first(torch.cat([_keys(mask) for mask in masks]))]
+    programs = multiprocessors(device)
+    few = items.numel() < 2 * programs
+    if not any(_behind(mask, count) and (few or not _alike(mask)) for mask, count in zip(masks, own, strict=True)):
+        return items, None
+    return None, draws(torch.cat([_keys(mask) for mask in masks]), items, _least(masks[0]), programs)
 
 
 @kept
@@ -291,10 +310,22 @@ def _items(own: tuple[int, ...], blocks: int, heads: int, device: torch.device) 
     return torch.cat([(i * heads * blocks + head + some).flatten() for i, some in enumerate(last)])
 
 
-def _uneven(mask: SparseMask, blocks: int) -> bool:
-    """True if a mask's query blocks differ in length so that their order matters. blocks: of one head."""
-    alike = mask.stripes is None and (mask.tiles is None or mask.tiles.same_heads)
-    return not alike and blocks <= FEW_BLOCKS and mask.geometry.kv_len >= 2 * mask.geometry.q_len
+def _behind(mask: SparseMask, blocks: int) -> bool:
+    """True for few rows behind many keys, of whose blocks some may be long. blocks: of one head."""
+    geometry = mask.geometry
+    few = blocks <= FEW_BLOCKS and geometry.kv_len >= 2 * geometry.q_len
+    return few and geometry.tile_columns(BLOCK_M) > LEAST_STEPS and bool(mask.blocks)
+
+
+def _alike(mask: SparseMask) -> bool:
+    """True if the query blocks of a mask are known to be about as long as each other."""
+    return mask.stripes is None and (mask.tiles is None or mask.tiles.same_heads)
+
+
+def _least(mask: SparseMask) -> int:
+    """Length of the shortest piece, as `_lengths` counts."""
+    entry = mask.tile_k if mask.stripes is None else mask.stripe_width
+    return max(1, LEAST_STEPS * BLOCK_M // entry)
 
 
 def _keys(mask: SparseMask) -> Tensor:

@@ -1,4 +1,9 @@
-"""The order in which blocks of unequal work are drawn: one launch, where a sort takes a host ten."""
+"""Draws of programs where query blocks are of unequal work: the longest first, those of much work in pieces.
+
+One program that works through a list alone keeps all others waiting at a launch's end: few rows behind a long cache,
+of which the last see every key. So a list that is longer than a half of an even share of the launch's work is cut into
+pieces, as FlashDecoding and stream-K do (the second cuts everything evenly; here whatever is short stays whole).
+"""
 
 from __future__ import annotations
 
@@ -12,8 +17,13 @@ from torch import Tensor
 from sparseprefill.kernels.launch import enqueue
 from sparseprefill.kernels.settings import FUSED, cdiv
 
-BLOCK, AT_ONCE = 64, 256
-"""Entries of a program, and others that each is compared with at once."""
+BLOCK, AT_ONCE = 16, 512
+"""Entries of a program, and others that each is compared with at once: a step's few hundred in one or two goes."""
+SHIFT = tl.constexpr(16)
+"""Of a word: bits of a piece's number, below those of how many pieces its block has."""
+HALVES = 2
+"""Pieces that an even share of the work makes at least: with whole shares a launch of equal blocks that are a little
+fewer than the programs would find nothing to cut."""
 
 
 @triton.jit
@@ -29,45 +39,81 @@ def _key(keys_ptr, more_ptr, entry, count, blocks, per, ratio):
     return key
 
 
-@triton.jit(do_not_specialize=("count", "blocks", "per", "ratio"))
-def longest_first_kernel(
-    keys_ptr, more_ptr, order_ptr, count, blocks, per, ratio, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr
-):  # fmt: skip
-    """order ``[count]``: the numbers of the entries of keys (see `_key`), the largest first; of equals the first first.
+@triton.jit
+def _pieces(key, share):
+    """How many pieces lists of these lengths make."""
+    return tl.maximum((key + share - 1) // share, 1)
 
-    One program: BLOCK entries, each of which is put behind all that come before it. Compares every pair, which up to
-    some ten thousand entries costs less than a sort's launches.
+
+@triton.jit(do_not_specialize=("count", "blocks", "per", "ratio", "least", "shares"))
+def draws_kernel(
+    keys_ptr, more_ptr, items_ptr, draws_ptr, count, blocks, per, ratio, least, shares,
+    BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """draws: how many there are, then two words of each: the item, and its piece's number with their count above.
+
+    An entry (see `_key`) is an item, or the one that `items` names; the largest come first, of equals the first first.
+    What is longer than a share, an even part of all keys into `shares` and at least `least`, is cut into as many pieces
+    as it has shares. One program: BLOCK entries, each of which is put behind all that come before it. Compares every
+    pair, which up to some ten thousand entries costs less than a sort's launches.
     """
     mine = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    key = _key(keys_ptr, more_ptr, mine, count, blocks, per, ratio)[:, None]  # [BLOCK, 1]
+    total = tl.zeros([AT_ONCE], tl.int64)
+    for first in range(0, count, AT_ONCE):
+        total += _key(keys_ptr, more_ptr, first + tl.arange(0, AT_ONCE), count, blocks, per, ratio)
+    share = tl.maximum((tl.sum(total, 0) + shares - 1) // shares, least).to(tl.int32)
+    key = _key(keys_ptr, more_ptr, mine, count, blocks, per, ratio)
     place = tl.zeros([BLOCK], tl.int32)
+    whole = tl.zeros([AT_ONCE], tl.int32)
     for first in range(0, count, AT_ONCE):
         other = first + tl.arange(0, AT_ONCE)
-        theirs = _key(keys_ptr, more_ptr, other, count, blocks, per, ratio)[None, :]
-        before = (theirs > key) | ((theirs == key) & (other[None, :] < mine[:, None]))
-        place += tl.sum((before & (other < count)[None, :]).to(tl.int32), 1)
-    tl.store(order_ptr + place, mine, mask=mine < count)
+        theirs = _key(keys_ptr, more_ptr, other, count, blocks, per, ratio)
+        pieces = tl.where(other < count, _pieces(theirs, share), 0)
+        whole += pieces
+        before = (theirs[None, :] > key[:, None]) | ((theirs[None, :] == key[:, None]) & (other[None, :] < mine[:, None]))
+        place += tl.sum(tl.where(before, pieces[None, :], 0), 1)
+    item = mine
+    if items_ptr is not None:
+        item = tl.load(items_ptr + mine, mask=mine < count, other=0)
+    pieces = tl.where(mine < count, _pieces(key, share), 0)
+    words = draws_ptr + 1 + 2 * place
+    for number in range(tl.max(pieces, 0)):
+        tl.store(words + 2 * number, item, mask=number < pieces)
+        tl.store(words + 2 * number + 1, number | (pieces << SHIFT), mask=number < pieces)
+    if tl.program_id(0) == 0:
+        tl.store(draws_ptr, tl.sum(whole, 0))
 
 
-def longest_first(keys: Tensor) -> Tensor:
-    """int32 ``[n]``: what ``argsort(keys, descending=True, stable=True)`` gives. keys: int32 ``[n]``, contiguous."""
-    return _ordered(keys, None, keys.numel(), 0, 1, 0)
+def most_pieces(programs: int) -> int:
+    """Pieces of blocks that are cut, at most: a block of more than a share has fewer than twice as many as its shares."""
+    return 2 * HALVES * programs
 
 
-def longest_lists_first(counts: Tensor, more: Tensor | None, ratio: int, per: int) -> Tensor:
-    """int32 ``[B * H * R * per]``: the query blocks of all heads, those with the longest lists first; of a head the last
-    block is numbered first (`work.query_block`). counts: int32 ``[B, H, R]``, of the lists. more: likewise, of lists whose
-    entries weigh `ratio` as much; or None. per: query blocks that share a list."""
+def draws(keys: Tensor, items: Tensor | None, least: int, programs: int) -> Tensor:
+    """int32 ``[1 + 2 m]``, as the kernel tells; what lies behind the last draw says nothing. keys: int32 ``[n]``, contiguous,
+    lengths of lists. items: int32 ``[n]``, None for their numbers. least: length of the shortest piece. programs: that draw."""
+    return _made(keys, None, items, keys.numel(), (0, 1, 0), least, programs)
+
+
+def draws_of_lists(
+    counts: Tensor, more: Tensor | None, ratio: int, per: int, least: int, programs: int
+) -> Tensor:
+    """The same of the query blocks of all heads; of a head the last block is numbered first (`work.query_block`). counts:
+    int32 ``[B, H, R]``, of the lists. more: likewise, of lists whose entries weigh `ratio` as much; or None. per: query
+    blocks that share a list."""
     flat = None if more is None else more.contiguous()
-    return _ordered(counts.contiguous(), flat, counts.numel() * per, counts.shape[2] * per, per, ratio)
+    sizes = counts.shape[2] * per, per, ratio
+    return _made(counts.contiguous(), flat, None, counts.numel() * per, sizes, least, programs)
 
 
-def _ordered(keys: Tensor, more: Tensor | None, count: int, blocks: int, per: int, ratio: int) -> Tensor:
-    order = torch.empty(count, dtype=torch.int32, device=keys.device)
-    enqueue(longest_first_kernel, (cdiv(count, BLOCK),),
-        keys, more, order, count, blocks, per, ratio, BLOCK=BLOCK, AT_ONCE=AT_ONCE, num_warps=4, **FUSED,
+def _made(
+    keys: Tensor, more: Tensor | None, items: Tensor | None, count: int, sizes: tuple[int, ...], least: int, programs: int
+) -> Tensor:
+    made = torch.empty(1 + 2 * (count + HALVES * programs), dtype=torch.int32, device=keys.device)
+    enqueue(draws_kernel, (cdiv(count, BLOCK),),
+        keys, more, items, made, count, *sizes, least, HALVES * programs, BLOCK=BLOCK, AT_ONCE=AT_ONCE, num_warps=4, **FUSED,
     )  # fmt: skip
-    return order
+    return made
 
 
 @cache
@@ -75,4 +121,4 @@ def prepare(device: torch.device) -> None:
     """Compile the kernel: once lists are uneven, which a server's first calls need not be, nobody waits for it."""
     counts = torch.zeros(1, 1, BLOCK, dtype=torch.int32, device=device)
     for more in (None, counts):
-        longest_lists_first(counts, more, 1, 1)
+        draws_of_lists(counts, more, 1, 1, 1, 1)

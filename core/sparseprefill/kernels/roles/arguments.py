@@ -130,7 +130,7 @@ class Work(NamedTuple):
     """Items on their way: fields as `work` numbers them. counter: items drawn so far by all programs together.
 
     order: int32, the items in the order in which they are drawn; None for that of their numbers. draws: how many that
-    are, None for all.
+    are, None for all. pieces: instead of both where long lists are cut, as `lists.order` tells of them.
     """
 
     smem: Any  # [SLOTS * FIELDS, 1]
@@ -139,6 +139,20 @@ class Work(NamedTuple):
     counter: Any
     order: Any
     draws: Any
+    pieces: Any
+
+
+class Parts(NamedTuple):
+    """Softmax states of the pieces of items that are cut, by the numbers of their draws, which are the first ones of
+    all; all None where nothing is.
+
+    arrived: int32, for each consumer of the item's first draw how many of its pieces are there. level: float32 maxima in
+    base 2, then sums. acc: float32.
+    """
+
+    arrived: Any  # [draws, 2]
+    level: Any  # [draws, 2, BLOCK_M]
+    acc: Any  # [draws, BLOCK_M, D]
 
 
 class Sizes(NamedTuple):
@@ -208,7 +222,8 @@ class Arguments(NamedTuple):
     """Everything that one launch is given, but what the kernel is compiled for.
 
     queries: descriptor of q, in halves. scale: factor on q.k, log2(e) included. k_scale: factor on the keys of an fp8
-    cache, or None. below, skipped: see `Skip.below` and `Skip.counts`. counter, order, draws: see `Work`. eight: see `Eight`.
+    cache, or None. below, skipped: see `Skip.below` and `Skip.counts`. counter, order, draws, pieces: see `Work`. parts:
+    see `Parts`. eight: see `Eight`.
     """
 
     queries: Any
@@ -224,4 +239,6 @@ class Arguments(NamedTuple):
     counter: Any
     order: Any
     draws: Any
+    pieces: Any
+    parts: Parts
     eight: Eight

@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from sparseprefill.kernels.attention.arguments import GROUP_ROWS, Q_BEGIN, STRIPE_LISTS, TILE_LISTS, TILE_ROWS
+from sparseprefill.kernels.lists.order import SHIFT
 from sparseprefill.kernels.roles.gluon import barrier, load_block
 from sparseprefill.kernels.roles.paging import batch_row, behind, head_of, own, own_size, rows_of
 from sparseprefill.kernels.roles.ring import advance
@@ -21,7 +22,10 @@ TILE_LIST = gl.constexpr(5)  # where the list of tiles begins; two words
 STRIPE_LIST = gl.constexpr(7)  # and that of stripes; two words
 FIRST_EIGHT = gl.constexpr(9)  # the first step of tiles in 8 bits, where there are any (`eight`)
 LAST_EIGHT = gl.constexpr(10)  # one past the last
-FIELDS = gl.constexpr(11)
+NUMBER = gl.constexpr(11)  # of its piece, where items are cut (`pieces`)
+PIECES = gl.constexpr(12)  # how many the item has
+FIRST = gl.constexpr(13)  # the number of its first piece's draw
+FIELDS = gl.constexpr(14)
 SLOTS = gl.constexpr(2)
 
 
@@ -144,6 +148,16 @@ def column_keys(list_ptr, number, WIDTH: gl.constexpr, some=None):
 
 
 @gluon.jit
+def cut(at, steps, tiles, seen, shape):
+    """Steps of tiles and keys of stripes before step `at` of an item, whole tiles and whole columns."""
+    parts: gl.constexpr = shape.TILE_K // shape.BLOCK_N
+    columns: gl.constexpr = max(shape.BLOCK_N, shape.WIDTH)  # both are powers of two
+    of_tiles = gl.where(at < tiles, at // parts * parts, tiles)
+    of_stripes = gl.maximum(at - tiles, 0) * shape.BLOCK_N // columns * columns
+    return of_tiles, gl.where(at < steps, gl.minimum(of_stripes, seen), seen)
+
+
+@gluon.jit
 def schedule(queries, eight, work, sizes, mask, shape):
     """One warp: draw items from a counter, read what their lists hold, hand them on and load their queries.
 
@@ -161,10 +175,15 @@ def schedule(queries, eight, work, sizes, mask, shape):
     draws = sizes.items
     if work.draws is not None:
         draws = work.draws
+    if work.pieces is not None:
+        draws = gl.load(work.pieces)
     while drawn < draws:
         item = drawn
         if work.order is not None:
             item = gl.load(work.order + drawn)
+        if work.pieces is not None:
+            item = gl.load(work.pieces + 1 + 2 * drawn)
+            piece = gl.load(work.pieces + 2 + 2 * drawn)
         bh, block, length, first, tile, low = item_rows(item, sizes, shape)
         of = bh // sizes.heads
         head = head_of(sizes, bh)
@@ -201,8 +220,28 @@ def schedule(queries, eight, work, sizes, mask, shape):
                 if shape.WIDTH > 1:
                     entries = gl.cdiv(seen, shape.WIDTH)
                 unmasked = count_up_to(list_ptr, entries, low, shape.WIDTH) // shape.BLOCK_N
+        number = 0
+        pieces = 1
+        if work.pieces is not None:
+            number = piece & ((1 << SHIFT) - 1)
+            pieces = piece >> SHIFT
+            steps = tiles + gl.cdiv(seen, shape.BLOCK_N)
+            tiles_before, seen_before = cut(steps * number // pieces, steps, tiles, seen, shape)
+            tiles_behind, seen_behind = cut(steps * (number + 1) // pieces, steps, tiles, seen, shape)
+            if mask.tiles.indices is not None:  # from the last one down
+                tile_list += (tiles - tiles_behind) // parts
+            if mask.stripes.indices is not None:
+                stripe_list += seen_before // shape.WIDTH
+            tiles = tiles_behind - tiles_before
+            seen = seen_behind - seen_before
+            crossing = gl.minimum(gl.maximum(crossing - tiles_before, 0), tiles)
+            unmasked = gl.maximum(unmasked - seen_before // shape.BLOCK_N, 0)
         mbarrier.wait(work.empty.index(slot), phase)
         put(work, slot, ITEM, item)
+        if work.pieces is not None:
+            put(work, slot, NUMBER, number)
+            put(work, slot, PIECES, pieces)
+            put(work, slot, FIRST, drawn - number)
         put(work, slot, TILES, tiles)
         put(work, slot, CROSSING, crossing)
         put(work, slot, SEEN, seen)
