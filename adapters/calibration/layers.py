@@ -47,10 +47,11 @@ def layers_of(call: AttentionCall, pipeline: Pipeline) -> Callable[[int], None]:
 
     def step(count: int) -> None:
         prefill, repeat = Prefill(), None
-        for layer in range(count):
-            if repeat is None:
-                repeat = ask(session, evolve(call, layer=layer), prefill, out, slots)
-            else:
-                repeat.run(layer, slots)
+        with torch.cuda.device_of(call.q):
+            for layer in range(count):
+                if repeat is None:
+                    repeat = ask(session, evolve(call, layer=layer), prefill, out, slots)
+                else:
+                    repeat.run(layer, slots)
 
     return step

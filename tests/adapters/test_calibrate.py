@@ -31,8 +31,10 @@ from typer.testing import CliRunner, Result
 import sparseprefill as sp
 from helpers.tables import from_length
 from lab.bench.clock import Clock
+from sparseprefill import kernels
 from sparseprefill.breakeven.points import HeadShape, MethodTime, Point
 from sparseprefill.breakeven.table import BELOW, BreakEven
+from sparseprefill.executors.triton import TritonExecutor
 
 from .test_cli import refused
 
@@ -171,6 +173,19 @@ class Objects:
 
     def estimate(self, call: sp.AttentionCall, memory: sp.Memory) -> sp.Plan:
         return sp.Plan(sp.SparseMask.full(call))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted")
+def test_where_kernels_serve_one_layer_of_a_step_is_asked(asked: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("serve", "serve_device"):
+        monkeypatch.setattr(kernels, name, lambda _: True)
+    method = evolve(sp.build("streaming", sink=16, window=16, block=16), executor=TritonExecutor())
+    q, k, v = (torch.randn(1, heads, 64, 64) for heads in (2, 1, 1))
+    step = layers_of(sp.AttentionCall(q[:, :, 32:].contiguous(), k, v), method)
+    step(3)
+    step(2)
+    assert [0, 0] == asked
 
 
 @pytest.mark.gpu
