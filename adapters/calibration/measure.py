@@ -106,7 +106,7 @@ class Clock:
 
     @property
     def told(self) -> dict[str, int]:
-        """What a table says of it, for people."""
+        """Facts of it for a table, which people read."""
         return {"repeats": self.rounds, **({"layers": self.layers} if self.layers > 1 else {})}
 
     def fastest(self, run: Run) -> float:
@@ -288,7 +288,7 @@ def in_a_row(run: Run) -> Step:
 
 
 def method_time(call: AttentionCall, pipeline: Pipeline, clock: Clock) -> MethodTime:
-    """Seconds of a method's layer, and of its plan alone in a request that is under way, and its density.
+    """Seconds of a method's layer, and of its plan alone, and its density.
 
     A layer of a step is run as hosts run it, a layer alone in a request that is under way.
     """
