@@ -158,7 +158,7 @@ def break_even(
         keys = [n for n in (one.tokens // 4, one.tokens // 2, one.tokens) if n >= max(128, one.least)]
         pipeline = registry.build(one.method, **one.parameters).with_tail(tail)
         try:
-            found = calibrate(heads, sizes(keys, CHUNK), {one.method: pipeline}, clock, progress)
+            found = calibrate(heads, sizes(keys, (CHUNK,)), {one.method: pipeline}, clock, progress)
         except (SparsePrefillError, torch.OutOfMemoryError) as error:  # of inputs or of dense attention
             failed.setdefault(one.method, f"{one.tokens:,} tokens: {str(error).splitlines()[0]}")
             continue
@@ -168,7 +168,7 @@ def break_even(
         return None, failed
     ordered = tuple(points[at] for at in sorted(points))
     shape = HeadShape(**asdict(heads), points=ordered)
-    return table_of([shape], clock.device, {"repeats": clock.rounds}), failed
+    return table_of([shape], clock.device, clock.told), failed
 
 
 def versions(methods: Iterable[str], registry: Registry) -> dict[str, str]:

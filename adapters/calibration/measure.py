@@ -9,11 +9,12 @@ import platform
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
-from attrs import asdict, evolve, field, frozen
+from attrs import Factory, asdict, evolve, field, frozen
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
@@ -34,11 +35,18 @@ from sparseprefill.stages import SparseExecutor
 from sparseprefill.testing.heads import head_tensors
 from sparseprefill.validate import whole
 
+from .layers import layers_of
+
+LAYERS = 24
+"""Layers of a step on a GPU: as many as the smaller models have that are served (0.5B to 3B have 24 to 36), whose first
+layer, which is asked, weighs most."""
 SHARES = (0.05, 0.25, 0.5)
 """Shares of random tiles that the executor is timed on, besides the diagonal."""
 TILE = 128
 """Tokens of such a tile."""
 Run = Callable[[], Any]
+Step = Callable[[int], Any]
+"""Runs so many layers, one after the other."""
 
 
 @frozen(kw_only=True)
@@ -84,19 +92,41 @@ class HeadSizes:
 class Clock:
     """Times a piece of work by the device's own clock, each time from a device at rest.
 
-    rounds: at most. budget: seconds that one piece of work may take in all; it runs twice in any case.
+    rounds: at most. budget: seconds that one piece of work may take in all; it runs twice in any case. layers: of a
+    step, by default `LAYERS` on a GPU, where the layers behind the first repeat it, and what a host spends on one is
+    hidden behind the device's work on those before; elsewhere each is asked, and nothing is hidden, so 1.
     """
 
     device: torch.device
     rounds: int = 10
     budget: float = 2.0
+    layers: int = field(
+        default=Factory(lambda clock: LAYERS if clock.device.type == "cuda" else 1, takes_self=True), kw_only=True
+    )
+
+    @property
+    def told(self) -> dict[str, int]:
+        """Facts of it for a table, which people read."""
+        return {"repeats": self.rounds, **({"layers": self.layers} if self.layers > 1 else {})}
 
     def fastest(self, run: Run) -> float:
-        """Least seconds of `run`, launches included, as for a short prompt: whatever else goes on only adds to a time.
+        """Least seconds of `run`, launches included: whatever else goes on only adds to a time.
 
         The first run does not count: it compiles kernels and fills caches. At least two do.
         """
         run()
+        return self._least(run)
+
+    def layer(self, step: Step) -> float:
+        """Least seconds of a layer in a step of `layers`, or of fewer where the budget does not hold two such steps."""
+        if self.layers == 1:
+            return self.fastest(partial(step, 1))
+        step(2)  # compiles, and repeats once
+        alone = self.once(partial(step, 1))
+        count = max(1, min(self.layers, int(self.budget / 2 / max(alone, 1e-6))))
+        return self._least(partial(step, count)) / count
+
+    def _least(self, run: Run) -> float:
         once = self.once(run)
         more = max(1, min(self.rounds, int(self.budget / max(once, 1e-6))) - 1)
         return min(once, *(self.once(run) for _ in range(more)))
@@ -136,15 +166,15 @@ def versions(*names: str) -> dict[str, str]:
     return found
 
 
-def sizes(lengths: Iterable[int], chunk: int | None) -> list[tuple[int, int]]:
+def sizes(lengths: Iterable[int], chunks: Iterable[int] = ()) -> list[tuple[int, int]]:
     """(queries, keys): whole prompts of these lengths, and chunks of so many rows at the end of the longer ones."""
+    rows = sorted(set(chunks))
     whole = sorted(set(lengths))
     if not whole or whole[0] < 1:
         raise ParameterError(f"lengths is {whole}: pass one length in tokens or more")
-    if chunk is not None and chunk < 1:
-        raise ParameterError(f"chunk is {chunk}: pass a number of rows, or None")
-    chunks = [] if chunk is None else [(chunk, keys) for keys in whole if keys >= 2 * chunk]
-    return sorted([*((n, n) for n in whole), *chunks])
+    if rows and rows[0] < 1:
+        raise ParameterError(f"chunks is {rows}: pass numbers of rows, or none")
+    return sorted([*((n, n) for n in whole), *((chunk, keys) for chunk in rows for keys in whole if keys >= 2 * chunk)])
 
 
 def joined(before: HeadShape, now: HeadShape) -> HeadShape:
@@ -237,17 +267,35 @@ def dense_time(call: AttentionCall, clock: Clock) -> float:
     rows, keys = call.q.shape[2], call.kv_len
     group: Any = {"enable_gqa": True} if call.group > 1 else {}
     how: Any = {"is_causal": True} if rows == keys else {"attn_mask": causal_lower_right(rows, keys)}
-    ran = [clock.fastest(lambda: functional.scaled_dot_product_attention(call.q, call.k, call.v, **how, **group))]
+
+    def torchs() -> Tensor:
+        return functional.scaled_dot_product_attention(call.q, call.k, call.v, **how, **group)
+
+    ran = [clock.layer(in_a_row(torchs))]
     if attend(call) is not None:
-        ran.append(clock.fastest(lambda: attend(call)))
+        ran.append(clock.layer(in_a_row(lambda: attend(call))))
     return min(ran)
 
 
+def in_a_row(run: Run) -> Step:
+    """Layers that all run the same."""
+
+    def step(count: int) -> None:
+        for _ in range(count):
+            run()
+
+    return step
+
+
 def method_time(call: AttentionCall, pipeline: Pipeline, clock: Clock) -> MethodTime:
-    """Seconds of a method's call and of its plan alone, in a request that is under way, and its density."""
+    """Seconds of a method's layer, and of its plan alone, and its density.
+
+    A layer of a step is run as hosts run it, a layer alone in a request that is under way.
+    """
     memory = Memory()
     density = pipeline.run(call, memory).density
-    seconds = clock.fastest(lambda: pipeline.run(call, memory))
+    alone = in_a_row(lambda: pipeline.run(call, memory))
+    seconds = clock.layer(layers_of(call, pipeline) if clock.layers > 1 else alone)
     estimate = clock.fastest(lambda: pipeline.plan(call, memory))
     return MethodTime(seconds=seconds, estimate=estimate, density=min(1.0, density))
 
@@ -262,5 +310,5 @@ def executor_times(call: AttentionCall, executor: SparseExecutor, clock: Clock) 
         plan = Plan(SparseMask.from_tiles(call, noise < share, TILE))
         density = plan.mask.density
         if not made or density > made[-1][0]:
-            made.append((density, clock.fastest(lambda plan=plan: executor.execute(call, plan))))  # type: ignore[misc]
+            made.append((density, clock.layer(in_a_row(partial(executor.execute, call, plan)))))
     return tuple(made)

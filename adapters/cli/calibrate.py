@@ -22,15 +22,20 @@ if TYPE_CHECKING:
 HEADS = {"cpu": (4, 2, 64), "cuda": (32, 8, 128)}
 """Query heads, KV heads and head dimension unless told otherwise: the embedded model's, and a common model of 8B."""
 LENGTHS = {"cpu": (512, 1024, 2048, 4096), "cuda": (1024, 2048, 4096, 8192, 16384, 32768, 65536)}
-CHUNK = {"cpu": 1024, "cuda": 2048}
-REPEATS = {"cpu": 3, "cuda": 20}
-SECONDS = 1.0
-"""Time that the runs of one piece of work may take in all; two count in any case."""
+CHUNKS = {"cpu": (1024,), "cuda": (2048, 8192)}
+"""Rows: on a GPU those of transformers' and of servers' usual steps."""
+REPEATS = {"cpu": 3, "cuda": 8}
+SECONDS = {"cpu": 1.0, "cuda": 0.3}
+"""Time that the runs of one piece of work may take in all; two count in any case. On a GPU each is a step of layers."""
 TIMED: Mapping[str, Mapping[str, Any]] = {"kascade": {"dense_layers": 0}}
 """Parameters besides the defaults: of kascade a layer that chooses is timed, and not the dense one."""
 DOUBT = (
     "{methods}: too dense on these inputs to be faster at any length, so counted with half of the pairs: density "
     "depends on your model, not on the length. If you use other parameters, calibrate with --set."
+)
+KEPT = (
+    "Times were those of a layer in a step of {kept}, and are now of one in {layers}: what was not timed now keeps its "
+    "speed-up as it was. Without --append all is timed anew."
 )
 
 
@@ -46,12 +51,16 @@ def calibrate(
         typer.Option(min=16, help="Tokens of a call; repeat for several. By default 1K to 64K, on a CPU 512 to 4K."),
     ] = None,
     chunk: Annotated[
-        int | None,
+        list[int] | None,
         typer.Option(
-            min=0, help="Rows of a prompt's last chunk, timed too; 0 for none. By default 2048, on a CPU 1024."
+            min=0,
+            help="Rows of a prompt's last chunk, timed too; repeat for several, 0 for none. By default 2048 and 8192, "
+            "on a CPU 1024.",
         ),
     ] = None,
-    repeats: Annotated[int | None, typer.Option(min=2, help="Timed runs of each; the fastest counts.")] = None,
+    repeats: Annotated[
+        int | None, typer.Option(min=2, help="Timed runs of each, on a GPU of a step of layers; the fastest counts.")
+    ] = None,
     output: Annotated[Path, typer.Option("--output", "--out", "-o", help="Write the table to this file.")] = Path(
         "breakeven.json"
     ),
@@ -94,18 +103,20 @@ def calibrate(
         for name, given in options.changes(names, settings or ()).items()
     }
     before = _before(output, place.device) if append else None
-    rows = CHUNK[kind] if chunk is None else chunk
-    sizes = measure.sizes(tokens or LENGTHS[kind], rows or None)
+    rows = CHUNKS[kind] if chunk is None else filter(None, chunk)
+    sizes = measure.sizes(tokens or LENGTHS[kind], rows)
     for count in tokens or LENGTHS[kind]:
         place.check_room("--tokens", count, shape.bytes_per_token, "a call of so many", least=16)
-    clock = Clock(place.device, repeats or REPEATS[kind], SECONDS)
+    clock = Clock(place.device, repeats or REPEATS[kind], SECONDS[kind])
     pipelines = {name: registry.build(name, **given) for name, given in parameters.items()}
     with bars(1) as shown, place.threaded(), shown.contender(str(shape)) as progress:
         found = measure.calibrate(shape, sizes, pipelines, clock, progress)
-    told = {} if before is None else before.measured.get("parameters", {})
+    told: Mapping[str, Any] = {} if before is None else before.measured
+    kept = None if before is None else told.get("kept_layers") or told.get("layers", 1)
     how: dict[str, Any] = {
-        "parameters": {**told, **{name: given for name, given in parameters.items() if given}},
-        "repeats": clock.rounds,
+        "parameters": {**told.get("parameters", {}), **{name: given for name, given in parameters.items() if given}},
+        **clock.told,
+        **({} if kept in (None, clock.layers) else {"kept_layers": kept}),
         **({"threads": threads} if place.device.type == "cpu" else {}),
     }
     made = measure.table_of([found.shape], place.device, how, before)
@@ -127,6 +138,8 @@ def calibrate(
     _show(made, found.shape, list(pipelines))
     for name, reason in found.failed.items():
         render.line(f"{name} failed at {reason}")
+    if "kept_layers" in how:
+        render.line(KEPT.format(kept=kept, layers=clock.layers), style="dim")
     render.line(f"table: {output}")
 
 

@@ -12,15 +12,29 @@ from typing import Any
 
 import pytest
 import torch
-from sparseprefill.adapters.calibration.measure import HeadSizes, calibrate, joined, sizes
+from attrs import evolve, frozen
+from sparseprefill.adapters.calibration.layers import layers_of
+from sparseprefill.adapters.calibration.measure import (
+    LAYERS,
+    HeadSizes,
+    Run,
+    calibrate,
+    joined,
+    method_time,
+    sizes,
+)
+from sparseprefill.adapters.calibration.measure import Clock as Fastest
 from sparseprefill.adapters.cli.commands import app
+from sparseprefill.adapters.session.session import Session
 from typer.testing import CliRunner, Result
 
 import sparseprefill as sp
 from helpers.tables import from_length
 from lab.bench.clock import Clock
+from sparseprefill import kernels
 from sparseprefill.breakeven.points import HeadShape, MethodTime, Point
 from sparseprefill.breakeven.table import BELOW, BreakEven
+from sparseprefill.executors.triton import TritonExecutor
 
 from .test_cli import refused
 
@@ -35,11 +49,12 @@ def invoke(*arguments: object) -> Result:
 
 
 def test_sizes_are_whole_prompts_and_chunks_of_the_longer_ones() -> None:
-    assert [(32, 64), (32, 100), (50, 50), (64, 64), (100, 100)] == sizes((100, 50, 64, 64), 32)
-    assert [(64, 64)] == sizes((64,), None)
-    for lengths, chunk in (((), None), ((0,), None), ((64,), 0)):
+    assert [(32, 64), (32, 100), (50, 50), (64, 64), (100, 100)] == sizes((100, 50, 64, 64), (32,))
+    assert [(16, 64), (16, 100), (50, 100), (64, 64), (100, 100)] == sizes((64, 100), (50, 16, 16))
+    assert [(64, 64)] == sizes((64,))
+    for lengths, chunks in (((), ()), ((0,), ()), ((64,), (0,))):
         with pytest.raises(sp.ParameterError, match="pass"):
-            sizes(lengths, chunk)
+            sizes(lengths, chunks)
 
 
 def test_heads_must_be_a_multiple_of_the_kv_heads() -> None:
@@ -50,7 +65,7 @@ def test_heads_must_be_a_multiple_of_the_kv_heads() -> None:
 def test_every_size_has_its_figures() -> None:
     progress: list[tuple[str, int, int]] = []
     method = sp.build("streaming", sink=16, window=16, block=16)
-    found = calibrate(TINY, sizes((64, 300), 32), {"streaming": method}, CLOCK, lambda *what: progress.append(what))
+    found = calibrate(TINY, sizes((64, 300), (32,)), {"streaming": method}, CLOCK, lambda *what: progress.append(what))
     assert [(32, 64), (32, 300), (64, 64), (300, 300)] == [(one.queries, one.keys) for one in found.shape.points]
     assert {} == found.failed
     for point in found.shape.points:
@@ -73,7 +88,7 @@ def test_a_method_that_fails_is_left_out_with_its_reason() -> None:
             return sp.Plan(sp.SparseMask.full(call))
 
     methods = {"fails": sp.Pipeline(Fails()), "streaming": sp.build("streaming")}
-    found = calibrate(TINY, sizes((64, 128), None), methods, CLOCK)
+    found = calibrate(TINY, sizes((64, 128)), methods, CLOCK)
     assert [{"fails", "streaming"}, {"streaming"}] == [set(point.methods) for point in found.shape.points]
     assert "128 x 128: pipeline: Fails.estimate() raised RuntimeError: too long for me" == found.failed["fails"]
 
@@ -85,7 +100,7 @@ def test_every_method_can_be_calibrated() -> None:
         name: method.pipeline(**method.stand_in, **TIMED.get(name, {}))
         for name, method in sp.default_registry().methods().items()
     }
-    found = calibrate(TINY, sizes((128,), None), methods, CLOCK)
+    found = calibrate(TINY, sizes((128,)), methods, CLOCK)
     assert {} == found.failed
     assert set(methods) == set(found.shape.points[0].methods)
 
@@ -94,6 +109,93 @@ def test_the_clock_takes_the_fastest_run_that_counts() -> None:
     runs: list[int] = []
     assert 0 <= Clock(torch.device("cpu"), 5, 10.0).fastest(lambda: runs.append(1)) < 1
     assert 6 == len(runs)
+
+
+def test_a_layer_is_timed_in_a_step_that_fits_the_budget() -> None:
+    """A GPU's clock by default; here a clock that says what each step takes."""
+
+    @frozen
+    class Told(Fastest):
+        def once(self, run: Run, count: int = 1) -> float:
+            before = len(runs)
+            run()
+            return 0.01 + 0.02 * (runs[before] - 1)
+
+    runs: list[int] = []
+    assert 24 == LAYERS == Fastest(torch.device("cuda")).layers
+    clock = Told(torch.device("cuda"), 3, 1.0)
+    assert pytest.approx(0.47 / 24) == clock.layer(runs.append)
+    assert [2, 1, 24, 24] == runs
+    runs.clear()
+    assert pytest.approx(0.15 / 8) == evolve(clock, budget=0.16).layer(runs.append)
+    assert [2, 1, 8, 8] == runs
+    runs.clear()
+    assert pytest.approx(0.01) == evolve(clock, budget=0.001).layer(runs.append)
+    assert [2, 1, 1, 1] == runs
+
+
+def test_on_a_cpu_a_layer_is_a_step() -> None:
+    runs: list[int] = []
+    clock = Fastest(torch.device("cpu"), 3, 10.0)
+    clock.layer(runs.append)
+    assert ({"repeats": 3}, [1] * 4) == (clock.told, runs)
+    assert {"repeats": 3, "layers": 24} == Fastest(torch.device("cuda"), 3).told
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The layers whose calls a session is asked for."""
+    found: list[int] = []
+    real = Session.run_many
+
+    def run_many(self: Session, calls: Any, *given: Any) -> Any:
+        found.extend(call.layer for call, *_ in calls)
+        return real(self, calls, *given)
+
+    monkeypatch.setattr(Session, "run_many", run_many)
+    return found
+
+
+def test_without_a_gpu_each_layer_of_a_step_is_asked_and_what_fails_is_raised(asked: list[int]) -> None:
+    q, k, v = (torch.randn(1, heads, 128, 32) for heads in (2, 1, 1))
+    call = sp.AttentionCall(q, k, v)
+    layers_of(call, sp.build("streaming"))(3)
+    assert [0, 1, 2] == asked
+    found = method_time(call, sp.build("streaming"), Fastest(torch.device("cpu"), 2, 0.01, layers=3))
+    assert 0 < found.seconds < 1
+    with pytest.raises(sp.UnsupportedCallError, match="sinks"):
+        layers_of(evolve(call, sinks=torch.zeros(2)), sp.Pipeline(Objects()))(1)
+
+
+class Objects:
+    def unsupported(self, call: sp.AttentionCall) -> str | None:
+        return "it has sinks"
+
+    def estimate(self, call: sp.AttentionCall, memory: sp.Memory) -> sp.Plan:
+        return sp.Plan(sp.SparseMask.full(call))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted")
+def test_where_kernels_serve_one_layer_of_a_step_is_asked(asked: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("serve", "serve_device"):
+        monkeypatch.setattr(kernels, name, lambda _: True)
+    method = evolve(sp.build("streaming", sink=16, window=16, block=16), executor=TritonExecutor())
+    q, k, v = (torch.randn(1, heads, 64, 64) for heads in (2, 1, 1))
+    step = layers_of(sp.AttentionCall(q[:, :, 32:].contiguous(), k, v), method)
+    step(3)
+    step(2)
+    assert [0, 0] == asked
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["rowmax", "bfla", "xattention"])
+def test_on_a_gpu_the_layers_behind_the_first_repeat_it(method: str, asked: list[int]) -> None:
+    q, k, v = HeadSizes().made_up(4096, torch.device("cuda"))
+    step = layers_of(sp.AttentionCall(q[:, :, 2048:].contiguous(), k, v), sp.build(method))
+    for _ in range(2):
+        step(LAYERS)
+    assert [0, 0] == asked
 
 
 def test_the_command_writes_a_table(tmp_path: Path) -> None:
@@ -149,6 +251,18 @@ def test_append_adds_a_method_and_keeps_the_speed_up_of_the_others(tmp_path: Pat
         assert new.methods["streaming"].density == old.methods["streaming"].density
 
 
+def test_append_says_where_what_it_keeps_was_timed_in_other_steps(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    assert invoke(*OPTIONS, *SHAPE, "--out", path).exit_code == 0
+    facts = json.loads(path.read_text())
+    facts["measured"]["layers"] = 24
+    path.write_text(json.dumps(facts), encoding="utf-8")
+    for _ in range(2):  # it stays known
+        done = invoke(*OPTIONS, *SHAPE, "--append", "--out", path)
+        assert "Times were those of a layer in a step of 24, and are now of one in 1" in " ".join(done.stdout.split())
+        assert 24 == BreakEven.load(path).measured["kept_layers"]
+
+
 def test_sizes_of_both_runs_stay() -> None:
     def point(size: int, dense: float, **methods: float) -> Point:
         return Point(
@@ -174,6 +288,16 @@ def test_json_and_parameters(tmp_path: Path) -> None:
     assert [{"queries": 32, "keys": [64, 128]}, {"queries": None, "keys": [64, 128]}] == [
         {name: line[name] for name in ("queries", "keys")} for line in facts["ratios"]["streaming"]
     ]
+
+
+def test_chunks_of_several_sizes_or_none(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    for more, rows in ((("--chunk", "16"), {16, 32, 64, 128}), ((), {32, 64, 128})):
+        assert invoke(*OPTIONS, *more, *SHAPE, "--out", path).exit_code == 0
+        assert rows == {point.queries for point in BreakEven.load(path).shapes[0].points}
+    none = [one if one != "32" else "0" for one in OPTIONS]
+    assert invoke(*none, *SHAPE, "--out", path).exit_code == 0
+    assert all(point.whole for point in BreakEven.load(path).shapes[0].points)
 
 
 @pytest.mark.parametrize(

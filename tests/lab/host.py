@@ -19,18 +19,17 @@ from typing import Any
 
 import torch
 from attrs import asdict, evolve, frozen
+from sparseprefill.adapters.calibration.layers import Slots, ask
 from sparseprefill.adapters.session.options import HostOptions
 from sparseprefill.adapters.session.repeat import Asking, Repeat
 from sparseprefill.adapters.session.session import Prefill, Session
 from sparseprefill.adapters.vllm.pages import pages_of
-from torch import Tensor
 
 import sparseprefill as sp
 from sparseprefill import AttentionCall, kernels
 
 PAGE, LAYERS = 16, 4
 """Tokens of a page; layers that take turns, each with a cache of its own."""
-Slots = tuple[Tensor, ...]
 
 
 @frozen
@@ -119,37 +118,33 @@ def measure(method: str, rows: int, keys: int, shape: tuple[int, int, int], roun
     """Time a method's layers of these sizes. asks: whether each layer asks the estimator."""
     made = sp.build(method)
     session = Session(evolve(made, estimator=Asked(made.estimator)) if asks else made, HostOptions(recall_every=0))
-    layers, prefill, repeats = [Layer(rows, keys, shape, seed) for seed in range(LAYERS)], Prefill(), list[Repeat]()
+    layers, prefill = [Layer(rows, keys, shape, seed) for seed in range(LAYERS)], Prefill()
 
-    def ask(index: int, slots: Slots = ()) -> None:
+    def asked(index: int, slots: Slots = ()) -> Repeat | None:
         layer = layers[index]
-        out = layer.output.transpose(0, 1)[None]
-        (found,) = session.run_many([(layer.call(index), prefill, None)], [out], slots, repeats)
-        if isinstance(found, Exception):
-            raise found
+        return ask(session, layer.call(index), prefill, layer.output.transpose(0, 1)[None], slots)
 
-    ask(0)  # compiles
-    ask(0, layers[0].slots)
-    if not repeats:
+    asked(0)  # compiles
+    repeat = asked(0, layers[0].slots)
+    if repeat is None:
         raise RuntimeError(f"{method} does not repeat at these sizes")
-    repeat = repeats[0]
 
     def again(index: int) -> None:
         repeat.run(index, layers[index].slots)
 
-    host, asked = _host(again, rounds), _host(ask, rounds)
+    host, asking = _host(again, rounds), _host(asked, rounds)
     step = repeat.how.rest if isinstance(repeat.how, Asking) else repeat.how
     counted = 0 if isinstance(step, str) else len(step.work)
     if not torch.cuda.is_available():
-        return Host(method, rows, keys, *shape, counted, host, asked)
+        return Host(method, rows, keys, *shape, counted, host, asking)
     found = session.report("lab", "none")
     density = next(one.density for one in found.layers if one.density is not None)
     kernel, dense = _dense(layers[0])
     times = _device(again, rounds), _device(_graph(again, layers[0]), rounds), dense
-    return Host(method, rows, keys, *shape, counted, host, asked, *times, kernel, density)
+    return Host(method, rows, keys, *shape, counted, host, asking, *times, kernel, density)
 
 
-def _host(run: Callable[[int], None], rounds: int) -> float:
+def _host(run: Callable[[int], Any], rounds: int) -> float:
     """Microseconds of the host, the median; the device is waited for before each."""
     found = []
     for i in range(rounds + 5):

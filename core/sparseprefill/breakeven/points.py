@@ -272,8 +272,11 @@ def between(x: float, a: float, b: float, at_a: float, at_b: float) -> float:
 
 
 def _by_rows(along: Sequence[Line], queries: int, keys: int) -> float:
-    """The ratio of the last `queries` of so many keys: between lines of fewer and of more rows."""
-    rows = [line.queries for line in along if line.queries is not None and line.queries < keys]
+    """The ratio of the last `queries` of so many keys: between lines of fewer and of more rows.
+
+    A line of chunks that begins behind so many keys is none of them: whole prompts are measured below.
+    """
+    rows = [line.queries for line in along if line.queries is not None and line.queries < keys >= line.keys[0]]
     beside = (*along[: len(rows)], along[-1])
     rows.append(keys)
     i = bisect_left(rows, queries)

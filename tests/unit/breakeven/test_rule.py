@@ -90,7 +90,19 @@ def test_rows_between_the_lines(queries: int, keys: int, expected: float) -> Non
 
 def test_a_chunk_as_long_as_the_prompt_is_the_prompt() -> None:
     assert pytest.approx(WHOLE.at(50)) == rule._by_rows((CHUNK, WHOLE), 50, 50)
-    assert pytest.approx(CHUNK.at(51) * pairs(50, 51) / pairs(1, 51)) == rule._by_rows((CHUNK, WHOLE), 1, 51)
+    assert pytest.approx(CHUNK.at(101) * pairs(50, 101) / pairs(1, 101)) == rule._by_rows((CHUNK, WHOLE), 1, 101)
+
+
+def test_chunks_count_from_the_keys_on_that_they_were_measured_with() -> None:
+    """Below, a call lies between fewer rows and whole prompts; and without either it is charged the whole prompt."""
+    longer = Line(150, (300, 400), (2.0, 0.6))
+    along = (CHUNK, longer, WHOLE)
+    for queries in (60, 150, 200):
+        assert rule._by_rows((CHUNK, WHOLE), queries, 299) == rule._by_rows(along, queries, 299)
+    assert pytest.approx(2.0) == rule._by_rows(along, 150, 300)
+    assert pytest.approx(between(100, 50, 150, CHUNK.at(300), 2.0)) == rule._by_rows(along, 100, 300)
+    assert pytest.approx(between(200, 150, 400, 0.6, 0.5)) == rule._by_rows(along, 200, 400)
+    assert pytest.approx(WHOLE.at(99) * pairs(99, 99) / pairs(60, 99)) == rule._by_rows(along, 60, 99)
 
 
 def test_a_smaller_call_is_charged_the_measured_heads() -> None:
