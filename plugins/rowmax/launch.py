@@ -36,6 +36,8 @@ FEWEST = 8
 """Key tiles of such a program at least."""
 ENTRIES, WIDEST = 8192, 512
 """Maxima that a program chooses from at once, and columns of one row."""
+CHOOSERS = 2048
+"""Programs that choose, of a launch that has columns for more: each reads its rows' sums once."""
 FAILED: list[Exception] = []
 """Errors for which the kernel for Hopper does not work here; empty while it does."""
 
@@ -110,6 +112,7 @@ def _chosen(call: AttentionCall, config: RowMaxConfig, dtype: torch.dtype, *, ap
     tiles = cdiv(cdiv(min(size, rows) * per, height) * height, per)
     maxima = torch.empty(pairs * tiles * reach * per, dtype=kind, device=q.device)
     sizes = (geometry.q_offset, geometry.q_len, geometry.kv_len, geometry.window or 0)
+    packed = factors is not None and chip(q.device).capability != NONE
     at_once = max(16, min(WIDEST, ENTRIES // (members * lines)))
     for first in range(0, rows, size):
         count = min(size, rows - first)
@@ -119,12 +122,12 @@ def _chosen(call: AttentionCall, config: RowMaxConfig, dtype: torch.dtype, *, ap
         sums = torch.empty(pairs * blocks * parts * height, dtype=torch.float32, device=q.device)
         numbers = (*sizes, *place, geometry.tile_columns(tile), cdiv(behind, parts))
         _find(call, config, which, used, q, keys, factors, maxima, sums, numbers, parts)
-        enqueue(kernels.choose_kernel, (count, units, cdiv(columns, at_once)),
+        enqueue(kernels.choose_kernel, (count, units, min(cdiv(columns, at_once), cdiv(CHOOSERS, count * units))),
             chosen.view(torch.int8) if dtype == torch.bool else chosen, maxima, sums, call.sinks, geometry.starts,
             geometry.lengths, least, times, strong, *sizes, *place, rows, columns, each * int(config.sink), parts,
             APART=apart, MEMBERS=members, UNION=union, SHARED=shared, ROWS=lines, COLUMNS=at_once, BLOCK=tile,
             WIDTH=width, EVERY=which.stride, SHIFT=which.shift, BLOCK_M=height, WINDOW=geometry.window is not None,
-            num_warps=4, **FUSED,
+            PACKED=packed, num_warps=4, **FUSED,
         )  # fmt: skip
     return chosen
 
