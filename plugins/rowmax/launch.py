@@ -112,7 +112,6 @@ def _chosen(call: AttentionCall, config: RowMaxConfig, dtype: torch.dtype, *, ap
     tiles = cdiv(cdiv(min(size, rows) * per, height) * height, per)
     maxima = torch.empty(pairs * tiles * reach * per, dtype=kind, device=q.device)
     sizes = (geometry.q_offset, geometry.q_len, geometry.kv_len, geometry.window or 0)
-    packed = factors is not None and chip(q.device).capability != NONE
     at_once = max(16, min(WIDEST, ENTRIES // (members * lines)))
     for first in range(0, rows, size):
         count = min(size, rows - first)
@@ -127,7 +126,7 @@ def _chosen(call: AttentionCall, config: RowMaxConfig, dtype: torch.dtype, *, ap
             geometry.lengths, least, times, strong, *sizes, *place, rows, columns, each * int(config.sink), parts,
             APART=apart, MEMBERS=members, UNION=union, SHARED=shared, ROWS=lines, COLUMNS=at_once, BLOCK=tile,
             WIDTH=width, EVERY=which.stride, SHIFT=which.shift, BLOCK_M=height, WINDOW=geometry.window is not None,
-            PACKED=packed, num_warps=4, **FUSED,
+            num_warps=4, **FUSED,
         )  # fmt: skip
     return chosen
 
