@@ -498,7 +498,9 @@ def choose_kernel(
         sums = tl.load(sums_ptr + (line * parts + part) * BLOCK_M + number % BLOCK_M, mask=loaded, other=0.0)
         level, total = _joined(level, total, tl.where(real, sums, float("-inf")))
     lse = tl.where(total > 0.0, level + tl.math.log2(tl.where(total > 0.0, total, 1.0)), 0.0)
-    first = tl.maximum(position - window + 1, 0) // WIDTH if WINDOW else 0
+    first = tl.zeros_like(position)
+    if WINDOW:
+        first = tl.maximum(position - window + 1, 0) // WIDTH
     count = tl.maximum(position, 0) // WIDTH - first + 1  # columns that a row may see
     enough = tl.minimum(least, times - tl.math.log2(count.to(tl.float32)))
     more = tl.maximum(enough, strong) if SHARED else enough

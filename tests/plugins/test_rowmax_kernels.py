@@ -242,8 +242,8 @@ def test_one_comparison_in_float16_says_what_a_subtraction_in_float32_would() ->
     numbers = numbers[~numbers.isnan()].to(DEVICE)
     ends = [0.0, 15.3, -7.25, 65504.0, -65504.0, 1e9, -1e9, math.inf]
     lse = torch.tensor([*ends, *torch.linspace(-140, 140, 120).tolist()], device=DEVICE)
-    for enough in (0.0, -7.643856, -15.4, -1e9, -math.inf, *(x - lse for x in (1e-7, -3e-5, 0.25, 11.0))):
-        least = torch.zeros_like(lse) + enough
+    near = [x - lse for x in (1e-7, -3e-5, 0.25, 11.0)]
+    for least in (*near, *(torch.full_like(lse, x) for x in (0.0, -7.643856, -15.4, -1e9, -math.inf))):
         found = torch.empty_like(lse, dtype=torch.float16)
         smallest_kernel[(1,)](found, lse, least, N=128)
         expected = ~(numbers.float()[:, None] - lse < least)
