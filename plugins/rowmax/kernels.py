@@ -30,8 +30,6 @@ FAR = tl.constexpr(100.0)
 """Powers of two by which numbers are scaled, at most."""
 LARGEST = tl.constexpr(65504.0)
 """Of float16."""
-ONE, ALL = tl.constexpr(1), tl.constexpr(0x101)
-"""Of a row and a column: a share that keeps it for the row's head, and one that keeps it for all heads."""
 
 
 class Queries(NamedTuple):
@@ -416,22 +414,37 @@ def _smallest(lse, enough):
 
 
 @triton.jit
+def _marks(m, enough, more, PACKED: tl.constexpr):
+    """int16: low byte all ones where m reaches `enough`, high byte where it reaches `more`; of NaN neither."""
+    if PACKED:
+        marks = tl.inline_asm_elementwise(
+            "{ .reg .b32 a, b; set.ge.u32.f16x2 a, $1, $2; set.ge.u32.f16x2 b, $1, $3;"
+            " lop3.b32 $0, a, b, 0x00FF00FF, 0xE4; }",  # a where the third has ones, else b
+            "=r,r,r,r", [m, enough, more], dtype=tl.int16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        marks = tl.where(m >= more, -1, tl.where(m >= enough, 255, 0)).to(tl.int16)
+    return marks
+
+
+@triton.jit
 def _either(a, b):
     return a | b
 
 
 @triton.jit
 def _kept(marks, HEADS: tl.constexpr):
-    """[HEADS, columns]: 1 where a row of a head has ONE or ALL, or one of any head has ALL. marks ``[rows, columns]``:
-    rows of the HEADS side by side."""
+    """[HEADS, columns]: 1 where a row of a head reaches enough, or one of any head reaches more. marks: of `_marks`,
+    ``[rows, columns]``, the rows of the HEADS side by side."""
     ROWS: tl.constexpr = marks.shape[0] // HEADS
     COLUMNS: tl.constexpr = marks.shape[1]
     LANES: tl.constexpr = 8 if ROWS > 8 else ROWS
     # What a thread holds comes first: its rows, then eight of its columns, whose bits change threads together.
     marks = tl.reduce(tl.reshape(marks, [HEADS * ROWS // LANES, LANES, COLUMNS]), 1, _either)
+    marks = tl.reshape(marks, [HEADS, ROWS // LANES, 8, COLUMNS // 8])
     bit = tl.arange(0, 8)
-    bits = tl.reshape(marks, [HEADS, ROWS // LANES, 8, COLUMNS // 8]) << bit[None, None, :, None]
-    bits = tl.reduce(tl.reduce(bits, 2, _either), 1, _either)  # [HEADS, COLUMNS / 8]
+    bits = tl.sum((marks & 0x101).to(tl.int32) << bit[None, None, :, None], 2)
+    bits = tl.reduce(bits, 1, _either)  # [HEADS, COLUMNS / 8]
     bits = bits | (tl.reduce(bits, 0, _either) >> 8)[None, :]
     return tl.reshape((bits[:, None, :] >> bit[None, :, None]) & 1, [HEADS, COLUMNS]).to(tl.int8)
 
@@ -443,7 +456,7 @@ def choose_kernel(
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, EVERY: tl.constexpr, SHIFT: tl.constexpr, BLOCK_M: tl.constexpr,
     APART: tl.constexpr,
     MEMBERS: tl.constexpr, UNION: tl.constexpr, SHARED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    WINDOW: tl.constexpr,
+    WINDOW: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """chosen ``[B, h, rows, columns]``: which columns have a share of 2^least or more for one row of a query tile.
 
@@ -525,9 +538,9 @@ def choose_kernel(
             result = tl.math.exp2(tl.max(tl.where(inside, weight, float("-inf")), 0))[None, :]
         else:
             if HALVES:
-                marks = tl.where(m >= more[:, None], ALL, tl.where(m >= enough[:, None], ONE, 0))
+                marks = _marks(m, enough[:, None], more[:, None], PACKED)
             else:  # what is no number is not known to be small
-                marks = tl.where(weight < more[:, None], tl.where(weight < enough[:, None], 0, ONE), ALL)
+                marks = tl.where(weight < more[:, None], tl.where(weight < enough[:, None], 0, 255), -1)
                 marks = tl.where(real[:, None], marks, 0)
             if WINDOW:
                 marks = tl.where(c[None, :] >= first[:, None], marks, 0)
