@@ -396,6 +396,59 @@ def maxima_kernel(
     tl.store(sums_ptr + out * BLOCK_M + tl.arange(0, BLOCK_M), level + tl.math.log2(total))
 
 
+@triton.jit
+def _number(count):
+    """float16 with so many below it, from -inf on."""
+    key = count - 31745
+    return tl.where(key < 0, key ^ 0x7FFF, key).to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _smallest(lse, enough):
+    """The smallest float16 that is `enough` less lse, as float32: rounding keeps the order, so larger ones are, too."""
+    below = tl.zeros(lse.shape, tl.int32)
+    for bit in tl.static_range(16):
+        more = below + (32768 >> bit)
+        below = tl.where(_number(more - 1).to(tl.float32) - lse < enough, more, below)
+    return _number(below)
+
+
+@triton.jit
+def _marks(m, enough, more, PACKED: tl.constexpr):
+    """int16: low byte all ones where m reaches `enough`, high byte where it reaches `more`; of NaN neither."""
+    if PACKED:
+        marks = tl.inline_asm_elementwise(
+            "{ .reg .b32 a, b; set.ge.u32.f16x2 a, $1, $2; set.ge.u32.f16x2 b, $1, $3;"
+            " lop3.b32 $0, a, b, 0x00FF00FF, 0xE4; }",  # a where the third has ones, else b
+            "=r,r,r,r", [m, enough, more], dtype=tl.int16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        marks = tl.where(m >= more, -1, tl.where(m >= enough, 255, 0)).to(tl.int16)
+    return marks
+
+
+@triton.jit
+def _either(a, b):
+    return a | b
+
+
+@triton.jit
+def _kept(marks, HEADS: tl.constexpr):
+    """[HEADS, columns]: 1 where a row of a head reaches enough, or one of any head reaches more. marks: of `_marks`,
+    ``[rows, columns]``, the rows of the HEADS side by side."""
+    ROWS: tl.constexpr = marks.shape[0] // HEADS
+    COLUMNS: tl.constexpr = marks.shape[1]
+    LANES: tl.constexpr = 8 if ROWS > 8 else ROWS
+    # What a thread holds comes first: its rows, then eight of its columns, whose bits change threads together.
+    marks = tl.reduce(tl.reshape(marks, [HEADS * ROWS // LANES, LANES, COLUMNS]), 1, _either)
+    marks = tl.reshape(marks, [HEADS, ROWS // LANES, 8, COLUMNS // 8])
+    bit = tl.arange(0, 8)
+    bits = tl.sum((marks & 0x101).to(tl.int32) << bit[None, None, :, None], 2)
+    bits = tl.reduce(bits, 1, _either)  # [HEADS, COLUMNS / 8]
+    bits = bits | (tl.reduce(bits, 0, _either) >> 8)[None, :]
+    return tl.reshape((bits[:, None, :] >> bit[None, :, None]) & 1, [HEADS, COLUMNS]).to(tl.int8)
+
+
 @triton.jit(do_not_specialize=(*RUNTIME, "rows", "lowest", "parts"), do_not_specialize_on_alignment=("sinks_ptr",))
 def choose_kernel(
     chosen_ptr, maxima_ptr, sums_ptr, sinks_ptr, starts_ptr, lengths_ptr, least, times, strong, q_offset, q_len, kv_len,
@@ -403,19 +456,22 @@ def choose_kernel(
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, EVERY: tl.constexpr, SHIFT: tl.constexpr, BLOCK_M: tl.constexpr,
     APART: tl.constexpr,
     MEMBERS: tl.constexpr, UNION: tl.constexpr, SHARED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    WINDOW: tl.constexpr,
+    WINDOW: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """chosen ``[B, h, rows, columns]``: which columns have a share of 2^least or more for one row of a query tile.
 
     Or of 2^times times the mean share of the columns that the row may see. Chosen of a float type: the largest share
     instead. APART: only columns from `lowest` to before the query tile's own key tile, and behind that nothing is
     stored. h: query heads, or with UNION KV heads. SHARED: with a share of 2^strong, too, it is chosen for all heads
-    of its KV head. One program: COLUMNS columns of one query tile, of the MEMBERS heads (a power of two, not all of
-    which need be there) of a KV head with UNION or SHARED, else of one; their rows, ROWS of each (a power of two), lie
-    side by side. Long rows come first.
+    of its KV head. One program: some columns of one query tile, COLUMNS at a time, of the MEMBERS heads (a power of
+    two, not all of which need be there) of a KV head with UNION or SHARED, else of one; their rows, ROWS of each (a
+    power of two), lie side by side. Long rows come first.
     """
     GROUP: tl.constexpr = UNION or SHARED
     PER: tl.constexpr = BLOCK // EVERY
+    HEADS: tl.constexpr = MEMBERS if SHARED else 1
+    SHARES: tl.constexpr = chosen_ptr.dtype.element_ty == tl.float32
+    HALVES: tl.constexpr = maxima_ptr.dtype.element_ty == tl.float16
     tile, unit = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     units = heads // kv_group if GROUP else heads
     b, u = unit // units, unit % units
@@ -431,51 +487,63 @@ def choose_kernel(
     real = real & there
     top = tl.max(tl.where(real, position, -1), 0)
     end = 0 if top < 0 else top // WIDTH + 1
+    behind = columns
     if APART:
         own = (queries.tile + first_tile + tile) * (BLOCK // WIDTH)
-        end = tl.minimum(end, own)
-        if tl.program_id(2) * COLUMNS >= own + BLOCK // WIDTH:
-            return
-    c = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+        end, behind = tl.minimum(end, own), tl.minimum(columns, own + BLOCK // WIDTH)
+    share = tl.cdiv(tl.cdiv(columns, COLUMNS), tl.num_programs(2)) * COLUMNS
+    begin = tl.program_id(2) * share
+    behind = tl.minimum(behind, begin + share)
+    if begin >= behind:
+        return
     loaded = member < kv_group if GROUP else member == member  # noqa: PLR0124 - all
     if ROWS != PER:
         loaded = loaded & (j < PER)
-    # What lies side by side is loaded at once, also where a row sees nothing; early, so that other loads pass meanwhile.
     source = (b * heads + h).to(tl.int64) * tl.cdiv(blocks * BLOCK_M, PER) * reach * PER + tile * reach * PER
-    m = tl.load(
-        maxima_ptr + (source + j)[:, None] + c[None, :] * PER, mask=loaded[:, None] & (c < end)[None, :], other=0.0
-    )
-    seen = real[:, None] & (c < end)[None, :]
-    if APART:
-        seen = seen & (c >= lowest)[None, :]
-    if WINDOW:
-        seen = seen & (c[None, :] >= (tl.maximum(position - window + 1, 0) // WIDTH)[:, None])
+    at = maxima_ptr + (source + j)[:, None]
+    c = begin + tl.arange(0, COLUMNS)
     level, total = tl.full([MEMBERS * ROWS], float("-inf"), tl.float32), tl.zeros([MEMBERS * ROWS], tl.float32)
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + h, mask=real, other=float("-inf")).to(tl.float32) * LOG2E
         level, total = _joined(level, total, sink)
     line = (b * heads + h).to(tl.int64) * blocks + number // BLOCK_M
-    for part in tl.range(parts):
+    for part in tl.range(parts, loop_unroll_factor=4):
         sums = tl.load(sums_ptr + (line * parts + part) * BLOCK_M + number % BLOCK_M, mask=loaded, other=0.0)
         level, total = _joined(level, total, tl.where(real, sums, float("-inf")))
     lse = tl.where(total > 0.0, level + tl.math.log2(tl.where(total > 0.0, total, 1.0)), 0.0)
-    m = tl.where(seen, m, float("-inf"))
-    weight = m.to(tl.float32) - lse[:, None]
-    out = (first_tile + tile).to(tl.int64) * columns + c
-    stride = rows.to(tl.int64) * columns
-    if chosen_ptr.dtype.element_ty == tl.float32:
-        tl.store(chosen_ptr + unit * stride + out, tl.math.exp2(tl.max(weight, 0)), mask=c < columns)
-        return
-    first = tl.maximum(position - window + 1, 0) // WIDTH if WINDOW else 0
+    first = tl.zeros_like(position)
+    if WINDOW:
+        first = tl.maximum(position - window + 1, 0) // WIDTH
     count = tl.maximum(position, 0) // WIDTH - first + 1  # columns that a row may see
-    enough = tl.minimum(least, times - tl.math.log2(count.to(tl.float32)))[:, None]
-    # What is no number is not known to be small.
-    found = (seen & ((weight >= enough) | (weight != weight))).to(tl.int8)
-    if SHARED:
-        shared = tl.max(tl.where((weight >= strong) | (weight != weight), found, 0), 0)
-        found = tl.max(tl.reshape(found, [MEMBERS, ROWS, COLUMNS]), 1) | shared[None, :]
-        member = tl.arange(0, MEMBERS)
-        line = (b * heads + u * kv_group + member)[:, None] * stride
-        tl.store(chosen_ptr + line + out[None, :], found, mask=(member < kv_group)[:, None] & (c < columns)[None, :])
-    else:
-        tl.store(chosen_ptr + unit * stride + out, tl.max(found, 0), mask=c < columns)
+    enough = tl.minimum(least, times - tl.math.log2(count.to(tl.float32)))
+    more = tl.maximum(enough, strong) if SHARED else enough
+    if HALVES:
+        # Nothing reaches NaN. What is no number became the largest float16 where maxima were stored.
+        enough = tl.where(real, _smallest(lse, enough), float("nan"))
+        more = tl.where(real, _smallest(lse, more), float("nan")) if SHARED else enough
+    head = tl.arange(0, HEADS)
+    row = (b * heads + u * kv_group + head if SHARED else unit + head).to(tl.int64) * rows + first_tile + tile
+    out = chosen_ptr + (row * columns)[:, None]
+    stored = head < kv_group if SHARED else head < 1
+    for _ in tl.range(begin, behind, COLUMNS):
+        # What lies side by side is loaded at once, also where a row sees nothing.
+        m = tl.load(at + c[None, :] * PER, mask=loaded[:, None] & (c < end)[None, :])
+        seen = (c < end) & (c >= lowest) if APART else c < end
+        if SHARES or not HALVES:
+            weight = m.to(tl.float32) - lse[:, None]
+        if SHARES:
+            inside = real[:, None] & seen[None, :]
+            if WINDOW:
+                inside = inside & (c[None, :] >= first[:, None])
+            result = tl.math.exp2(tl.max(tl.where(inside, weight, float("-inf")), 0))[None, :]
+        else:
+            if HALVES:
+                marks = _marks(m, enough[:, None], more[:, None], PACKED)
+            else:  # what is no number is not known to be small
+                marks = tl.where(weight < more[:, None], tl.where(weight < enough[:, None], 0, 255), -1)
+                marks = tl.where(real[:, None], marks, 0)
+            if WINDOW:
+                marks = tl.where(c[None, :] >= first[:, None], marks, 0)
+            result = tl.where(seen[None, :], _kept(marks, HEADS), 0)
+        tl.store(out + c[None, :], result, mask=stored[:, None] & (c < behind)[None, :])
+        c += COLUMNS

@@ -14,7 +14,7 @@ from triton.errors import TritonError
 
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import frameless
-from sparseprefill.kernels.family.chips import NONE, Chip, chip
+from sparseprefill.kernels.family.chips import NONE, Chip, chip, multiprocessors
 from sparseprefill.kernels.launch import enqueue
 from sparseprefill.kernels.settings import (
     FUSED,
@@ -30,12 +30,13 @@ from sparseprefill.kernels.steps import LOG2E
 from . import RowMaxConfig, kernels
 from .maxima import LINES, MAXIMA, Sampling, sampling
 
-PROGRAMS = 512
-"""Programs that a launch should have where few rows look far back; they then share the keys of a row."""
-FEWEST = 8
-"""Key tiles of such a program at least."""
+FEWEST, MOST_PARTS, ENDS = 8, 64, 4
+"""Where programs share the keys of their rows: key tiles of one at least, programs of a row at most, and the time that
+each takes at its ends, in tiles."""
 ENTRIES, WIDEST = 8192, 512
 """Maxima that a program chooses from at once, and columns of one row."""
+CHOOSERS = 2048
+"""Programs that choose, of a launch that has columns for more: each reads its rows' sums once."""
 FAILED: list[Exception] = []
 """Errors for which the kernel for Hopper does not work here; empty while it does."""
 
@@ -114,19 +115,31 @@ def _chosen(call: AttentionCall, config: RowMaxConfig, dtype: torch.dtype, *, ap
     for first in range(0, rows, size):
         count = min(size, rows - first)
         blocks, behind = cdiv(count * per, height), min(before + first + count, geometry.tile_columns(tile))
-        parts = max(1, min(PROGRAMS // (pairs * blocks), behind // FEWEST))
+        parts = _parts(pairs * cdiv(blocks, 2), behind, multiprocessors(q.device))
         place = (geometry.heads, group, call.first_head, first, blocks, behind * each)
         sums = torch.empty(pairs * blocks * parts * height, dtype=torch.float32, device=q.device)
         numbers = (*sizes, *place, geometry.tile_columns(tile), cdiv(behind, parts))
         _find(call, config, which, used, q, keys, factors, maxima, sums, numbers, parts)
-        enqueue(kernels.choose_kernel, (count, units, cdiv(columns, at_once)),
+        enqueue(kernels.choose_kernel, (count, units, min(cdiv(columns, at_once), cdiv(CHOOSERS, count * units))),
             chosen.view(torch.int8) if dtype == torch.bool else chosen, maxima, sums, call.sinks, geometry.starts,
             geometry.lengths, least, times, strong, *sizes, *place, rows, columns, each * int(config.sink), parts,
             APART=apart, MEMBERS=members, UNION=union, SHARED=shared, ROWS=lines, COLUMNS=at_once, BLOCK=tile,
             WIDTH=width, EVERY=which.stride, SHIFT=which.shift, BLOCK_M=height, WINDOW=geometry.window is not None,
-            num_warps=4, **FUSED,
+            PACKED=factors is not None and chip(q.device).capability != NONE, num_warps=4, **FUSED,
         )  # fmt: skip
     return chosen
+
+
+@cache
+def _parts(rows: int, behind: int, programs: int) -> int:
+    """Programs among which the key tiles of the same rows are shared: so many that the last round of all of them has
+    few idle. rows: programs beside each other; behind: key tiles; programs: that run at once."""
+
+    def length(parts: int) -> int:
+        """Key tiles that pass until the last program is done, what each takes at its ends among them."""
+        return cdiv(rows * parts, programs) * (cdiv(behind, parts) + ENDS)
+
+    return min(range(1, max(1, min(MOST_PARTS, behind // FEWEST)) + 1), key=length)
 
 
 def _find(

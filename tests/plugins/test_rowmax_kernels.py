@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -226,6 +228,41 @@ def test_in_8_bits_logits_differ_by_rounding(
     assert float((expected.log() - actual.log())[expected > 0].abs().max()) < 0.8
     assert float((expected - actual).abs().mean()) < 0.03
     assert not torch.equal(expected, actual)
+
+
+@triton.jit
+def smallest_kernel(out_ptr, lse_ptr, enough_ptr, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(out_ptr + at, kernels._smallest(tl.load(lse_ptr + at), tl.load(enough_ptr + at)))
+
+
+def test_one_comparison_in_float16_says_what_a_subtraction_in_float32_would() -> None:
+    """Also where many numbers of float16 lie within a rounding of lse, and at both ends."""
+    numbers = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.float16)
+    numbers = numbers[~numbers.isnan()].to(DEVICE)
+    ends = [0.0, 15.3, -7.25, 65504.0, -65504.0, 1e9, -1e9, math.inf]
+    lse = torch.tensor([*ends, *torch.linspace(-140, 140, 120).tolist()], device=DEVICE)
+    near = [x - lse for x in (1e-7, -3e-5, 0.25, 11.0)]
+    for least in (*near, *(torch.full_like(lse, x) for x in (0.0, -7.643856, -15.4, -1e9, -math.inf))):
+        found = torch.empty_like(lse, dtype=torch.float16)
+        smallest_kernel[(1,)](found, lse, least, N=128)
+        expected = ~(numbers.float()[:, None] - lse < least)
+        assert torch.equal(expected, numbers[:, None] >= found)
+
+
+@pytest.mark.usefixtures("in_8_bits")
+@pytest.mark.parametrize("union", ["head", "group"])
+def test_programs_that_choose_from_few_columns_or_many_agree(union: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    small(monkeypatch, (16, 16))
+    call = make(torch.float16, (6, 2), 101, 43, 9, width=16)
+    config = evolve(settled(width=2, union=union), strong=0.1)
+    monkeypatch.setattr(launch, "ENTRIES", 1)
+    expected = launch.kept_tiles(call, config), launch.tile_shares(call, config)
+    assert 0 < int(expected[0].sum()) < expected[0].numel()
+    for programs in (1, 1 << 20):
+        monkeypatch.setattr(launch, "CHOOSERS", programs)
+        assert torch.equal(expected[0], launch.kept_tiles(call, config))
+        assert torch.equal(expected[1], launch.tile_shares(call, config))
 
 
 @pytest.mark.usefixtures("in_8_bits")
