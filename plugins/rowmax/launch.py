@@ -30,6 +30,8 @@ from sparseprefill.kernels.steps import LOG2E
 from . import RowMaxConfig, kernels
 from .maxima import LINES, MAXIMA, Sampling, sampling
 
+H100 = 132
+"""Its multiprocessors."""
 FEWEST, MOST_PARTS, ENDS = 8, 64, 4
 """Where programs share the keys of their rows: key tiles of one at least, programs of a row at most, and the time that
 each takes at its ends, in tiles."""
@@ -115,7 +117,7 @@ def _chosen(call: AttentionCall, config: RowMaxConfig, dtype: torch.dtype, *, ap
     for first in range(0, rows, size):
         count = min(size, rows - first)
         blocks, behind = cdiv(count * per, height), min(before + first + count, geometry.tile_columns(tile))
-        parts = _parts(pairs * cdiv(blocks, 2), behind, multiprocessors(q.device))
+        parts = _parts(pairs * cdiv(blocks, 2), behind, _at_once(q.device))
         place = (geometry.heads, group, call.first_head, first, blocks, behind * each)
         sums = torch.empty(pairs * blocks * parts * height, dtype=torch.float32, device=q.device)
         numbers = (*sizes, *place, geometry.tile_columns(tile), cdiv(behind, parts))
@@ -128,6 +130,11 @@ def _chosen(call: AttentionCall, config: RowMaxConfig, dtype: torch.dtype, *, ap
             PACKED=factors is not None and chip(q.device).capability != NONE, num_warps=4, **FUSED,
         )  # fmt: skip
     return chosen
+
+
+def _at_once(device: torch.device) -> int:
+    """Programs that run at once; in Triton's interpreter one after another, of which as many are made."""
+    return multiprocessors(device) if device.type == "cuda" else H100
 
 
 @cache

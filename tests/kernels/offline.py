@@ -99,7 +99,9 @@ class Variant:
     def call(self) -> AttentionCall:
         """Two query heads of one KV head."""
         q = torch.zeros(1, 2, LENGTH, self.width, dtype=self.dtype)
-        k, v = (torch.zeros(1, 1, self.keys, width, dtype=self.dtype) for width in (self.width, self.values or self.width))
+        k, v = (
+            torch.zeros(1, 1, self.keys, width, dtype=self.dtype) for width in (self.width, self.values or self.width)
+        )
         if self.page:
             count = self.keys // self.page
             cache = torch.zeros(2, count, self.page, 1, self.width, dtype=self.stored or self.dtype)

@@ -42,9 +42,7 @@ def test_a_launch_fills_what_it_is_given_however_often() -> None:
         given = keys.to(DEVICE), None, None, order.to(DEVICE), count, 0, 1, 0, count, 1
         for _ in range(3):
             given[3].zero_()
-            module.enqueue(
-                draws_kernel, (1,), *given, BLOCK=64, AT_ONCE=256, num_warps=4, enable_fp_fusion=True
-            )
+            module.enqueue(draws_kernel, (1,), *given, BLOCK=64, AT_ONCE=256, num_warps=4, enable_fp_fusion=True)
             assert given[3].tolist()[1::2] == list(reversed(range(count)))
     assert not module.FAILED
 
@@ -54,7 +52,9 @@ def test_on_a_gpu_launches_are_remembered() -> None:
     keys, order = (torch.zeros(count, dtype=torch.int32, device=DEVICE) for count in (64, 129))
     module._KNOWN.pop(id(draws_kernel), None)
     for _ in range(2):
-        module.enqueue(draws_kernel, (1,), keys, None, None, order, 64, 0, 1, 0, 9, 1, BLOCK=64, AT_ONCE=256, num_warps=4)
+        module.enqueue(
+            draws_kernel, (1,), keys, None, None, order, 64, 0, 1, 0, 9, 1, BLOCK=64, AT_ONCE=256, num_warps=4
+        )
     _, known = module._KNOWN[id(draws_kernel)]
     assert len(known) == 1
     assert not module.FAILED

@@ -50,7 +50,13 @@ def test_variants_compile_for_hopper(tmp_path: Path) -> None:
         portable += ["tiles", "stripes", "pages", "float32", "wide, skip"]
         portable += ["192 with 128, resumed state", "512, skip", "512, pages"]
         fast += ["hopper: 128, tiles resumed", "hopper: pages", "hopper: skip"]
-        fast += ["hopper: fp8, resumed", "hopper: fp8, stripes", "hopper: wide, pages", "hopper: wide, fp8", "hopper: cut, requests"]
+        fast += [
+            "hopper: fp8, resumed",
+            "hopper: fp8, stripes",
+            "hopper: wide, pages",
+            "hopper: wide, fp8",
+            "hopper: cut, requests",
+        ]
         eight += ["hopper: 8 bits"]
     # Forward and repair are one kernel, compiled twice.
     expected = {name: [PORTABLE, PORTABLE] for name in portable} | {name: [HOPPER] for name in fast}

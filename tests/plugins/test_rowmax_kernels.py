@@ -146,9 +146,18 @@ def test_equal_plain_pytorch(
     with pytest.MonkeyPatch.context() as patch:
         small(patch, shape)
         patch.setattr(launch, "MAXIMA", most)
-        patch.setattr(launch, "PROGRAMS", programs[0])
-        patch.setattr(launch, "FEWEST", programs[1])
+        patch.setattr(launch, "_parts", lambda _, behind, __: max(1, min(programs[0], behind // programs[1])))
         same(call, settled(*sizes, union=union, width=None if width and sizes[1] % width else width))
+
+
+@pytest.mark.parametrize("rows", [1, 6, 60, 132, 500, 4000])
+@pytest.mark.parametrize("behind", [1, 7, 16, 64, 1024])
+def test_few_programs_idle_in_the_last_round(rows: int, behind: int) -> None:
+    parts = launch._parts(rows, behind, 132)
+    assert 1 <= parts <= max(1, behind // launch.FEWEST)
+    rounds = -(-rows * parts // 132)
+    if behind == 1024:
+        assert rows * parts / (132 * rounds) > 0.85
 
 
 FEATURES: dict[str, dict[str, Any]] = {

@@ -77,7 +77,7 @@ class Descriptor:
     _known: dict[int, Any] = field(factory=dict, init=False)
 
     def at(self, address: int) -> Any:
-        """What a launch takes for the descriptor of the tensor at an address."""
+        """Argument of a launch for the descriptor of the tensor at an address."""
         found = self._known.get(address)
         if found is None:
             found = self.over(_Address(address, self.base.dtype))
@@ -240,7 +240,7 @@ class Launch:
         self.run(*given, **(self.options or {}))
 
     def told(self, addresses: Sequence[int], layer: int, stream: Any) -> None:
-        """Where somebody listens to launches, as a profiler does."""
+        """Launch where somebody listens to that, as a profiler does."""
 
         def at(x: Place) -> int:
             return addresses[x.root] + x.offset
@@ -276,7 +276,12 @@ class Operator:
         found = list[Place]()
         mapped(lambda x: found.append(x) if isinstance(x, Place) else None, [*self.args, *self.kwargs.values()])
         spots = tuple((i, x) for i, x in enumerate(self.args) if isinstance(x, Place))
-        named = ("places", found), ("spots", spots), ("deep", len(spots) < len(found)), ("func", SHORT.get(self.func, self.func))
+        named = (
+            ("places", found),
+            ("spots", spots),
+            ("deep", len(spots) < len(found)),
+            ("func", SHORT.get(self.func, self.func)),
+        )
         for name, value in named:
             object.__setattr__(self, name, value)
 

@@ -41,7 +41,7 @@ def _key(keys_ptr, more_ptr, entry, count, blocks, per, ratio):
 
 @triton.jit
 def _pieces(key, share):
-    """How many pieces lists of these lengths make."""
+    """Pieces that lists of these lengths make."""
     return tl.maximum((key + share - 1) // share, 1)
 
 
@@ -70,7 +70,9 @@ def draws_kernel(
         theirs = _key(keys_ptr, more_ptr, other, count, blocks, per, ratio)
         pieces = tl.where(other < count, _pieces(theirs, share), 0)
         whole += pieces
-        before = (theirs[None, :] > key[:, None]) | ((theirs[None, :] == key[:, None]) & (other[None, :] < mine[:, None]))
+        before = (theirs[None, :] > key[:, None]) | (
+            (theirs[None, :] == key[:, None]) & (other[None, :] < mine[:, None])
+        )
         place += tl.sum(tl.where(before, pieces[None, :], 0), 1)
     item = mine
     if items_ptr is not None:
@@ -95,9 +97,7 @@ def draws(keys: Tensor, items: Tensor | None, least: int, programs: int) -> Tens
     return _made(keys, None, items, keys.numel(), (0, 1, 0), least, programs)
 
 
-def draws_of_lists(
-    counts: Tensor, more: Tensor | None, ratio: int, per: int, least: int, programs: int
-) -> Tensor:
+def draws_of_lists(counts: Tensor, more: Tensor | None, ratio: int, per: int, least: int, programs: int) -> Tensor:
     """The same of the query blocks of all heads; of a head the last block is numbered first (`work.query_block`). counts:
     int32 ``[B, H, R]``, of the lists. more: likewise, of lists whose entries weigh `ratio` as much; or None. per: query
     blocks that share a list."""
@@ -107,7 +107,13 @@ def draws_of_lists(
 
 
 def _made(
-    keys: Tensor, more: Tensor | None, items: Tensor | None, count: int, sizes: tuple[int, ...], least: int, programs: int
+    keys: Tensor,
+    more: Tensor | None,
+    items: Tensor | None,
+    count: int,
+    sizes: tuple[int, ...],
+    least: int,
+    programs: int,
 ) -> Tensor:
     made = torch.empty(1 + 2 * (count + HALVES * programs), dtype=torch.int32, device=keys.device)
     enqueue(draws_kernel, (cdiv(count, BLOCK),),
