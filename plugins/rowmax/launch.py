@@ -33,8 +33,8 @@ from .maxima import LINES, MAXIMA, Sampling, sampling
 H100 = 132
 """Its multiprocessors."""
 FEWEST, MOST_PARTS, ENDS = 8, 64, 4
-"""Where programs share the keys of their rows: key tiles of one at least, programs of a row at most, and the time that
-each takes at its ends, in tiles."""
+"""Of programs that share the keys of their rows: key tiles of one at least, programs of a row at most, and the time
+that each takes at its ends, in tiles."""
 ENTRIES, WIDEST = 8192, 512
 """Maxima that a program chooses from at once, and columns of one row."""
 CHOOSERS = 2048

@@ -156,7 +156,7 @@ def test_few_programs_idle_in_the_last_round(rows: int, behind: int) -> None:
     parts = launch._parts(rows, behind, 132)
     assert 1 <= parts <= max(1, behind // launch.FEWEST)
     rounds = -(-rows * parts // 132)
-    if behind == 1024:
+    if behind == 1024 and rows > 1:
         assert rows * parts / (132 * rounds) > 0.85
 
 

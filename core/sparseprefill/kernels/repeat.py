@@ -205,7 +205,8 @@ class Launch:
     def _lined(self) -> Self:
         run, head, encoders = straight(self.compiled)
         line: list[Any] = [*self.grid, None, *head]
-        numbers, pointers, descriptors = [], [], []
+        numbers = list[tuple[int, Callable[[int], int]]]()
+        pointers, descriptors = list[tuple[int, int, int]](), list[tuple[int, int, int, Descriptor]]()
         each = iter(encoders or ())
         for x in self.arguments:
             here, encode = len(line), next(each) if encoders is not None and _is_descriptor(x) else None
@@ -219,8 +220,8 @@ class Launch:
             if encode is not None:
                 like = x.like if isinstance(x, Descriptor) else x
                 line += [*like.shape, *like.strides]
-        bound = {"numbers": tuple(numbers), "pointers": tuple(pointers), "descriptors": tuple(descriptors)}
-        return evolve(self, run=run, line=tuple(line), **bound)
+        made = evolve(self, run=run, line=tuple(line), numbers=tuple(numbers))
+        return evolve(made, pointers=tuple(pointers), descriptors=tuple(descriptors))
 
     def there(self, layer: int, place: Callable[[Place], Any], descriptor: Callable[[Descriptor], Any]) -> list[Any]:
         """The arguments of a layer, as Triton's own launch takes them."""

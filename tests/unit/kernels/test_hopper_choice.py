@@ -220,9 +220,9 @@ def test_of_few_rows_behind_many_keys_the_longest_blocks_are_drawn_first(
     pieces = launch._pieces(given, mask, blocks)
     assert pieces is not None
     drawn = told(pieces)
-    first = [item for item, number, _ in drawn if number == 0]
-    assert sorted(first) == list(range(2 * 4 * blocks))
-    assert [length[item] for item in first] == sorted(length, reverse=True)
+    items = [item for item, number, _ in drawn if number == 0]
+    assert sorted(items) == list(range(2 * 4 * blocks))
+    assert [length[item] for item in items] == sorted(length, reverse=True)
 
 
 def _half(given: AttentionCall) -> torch.Tensor:
