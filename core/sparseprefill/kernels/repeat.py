@@ -254,12 +254,6 @@ def _is_descriptor(x: Any) -> bool:
     return isinstance(x, Descriptor) or hasattr(x, "block_shape")
 
 
-def heard() -> bool:
-    """True while somebody listens to launches. A chain of hooks may be empty."""
-    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
-
-
 @frozen(eq=False)
 class Operator:
     """An operator of torch. fresh: which of the tensors that it returns begin a root. spots: places among its arguments
@@ -415,7 +409,8 @@ class Step:
             if stream is None:
                 active = driver.active
                 stream = active.get_current_stream(active.get_current_device())
-                told = heard()
+                enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+                told = bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))  # a chain may be empty
             if told:
                 one.told(addresses, layer, stream)
                 continue
