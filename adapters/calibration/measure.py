@@ -246,8 +246,8 @@ def calibrate(
 def at_the_rate_of_prompts(points: Sequence[Point]) -> list[Point]:
     """The points, with dense attention of chunks no slower by the pair than that of the whole prompt of their length.
 
-    Behind a context torch has no fast kernel for Hopper, where servers bring one: FlashAttention-4 took 0.91 to 1.04 of
-    what this says, and torch's 1.9 to 2.3 times as long (docs/breakeven.md).
+    Behind a context torch has its slowest kernel alone, where servers bring a fast one, which took 0.91 to 1.04 of what
+    this says, and torch's twice as long (docs/breakeven.md).
     """
     rates = {one.keys: one.dense / pairs(one.keys, one.keys) for one in points if one.queries == one.keys}
     return [
