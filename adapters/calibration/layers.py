@@ -41,7 +41,7 @@ def layers_of(call: AttentionCall, pipeline: Pipeline) -> Callable[[int], None]:
 
     Sizes that a step had before are known to the next, as they are to a server.
     """
-    session = Session(pipeline, HostOptions(strict=True, recall_every=0))
+    session = Session(pipeline, HostOptions(strict=True, tail=0, recall_every=0))
     rows = torch.empty_like(call.q.transpose(1, 2), memory_format=torch.contiguous_format)  # by token, as hosts have it
     out, slots = rows.transpose(1, 2), (*call.tensors, rows)
 
