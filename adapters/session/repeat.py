@@ -232,6 +232,8 @@ def _bases(tensors: Sequence[Tensor]) -> dict[int, tuple[int, int]]:
 def _beside(x: Tensor, old: Tensor, new: Tensor) -> Tensor:
     """The view that lies in another tensor as this one does in a tensor like that."""
     behind = x.data_ptr() - old.data_ptr() + new.storage_offset() * new.element_size()
+    if x.dtype == new.dtype:
+        return new.as_strided(x.shape, x.stride(), behind // x.element_size())
     made = torch.empty(0, dtype=x.dtype, device=x.device)
     return made.set_(new.untyped_storage(), behind // x.element_size(), x.shape, x.stride())
 

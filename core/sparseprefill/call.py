@@ -8,13 +8,13 @@ from functools import cache, cached_property, wraps
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
-from attrs import evolve, field, fields, frozen
+from attrs import field, fields, frozen
 from torch import Tensor
 
 from sparseprefill.errors import InvalidCallError, ParameterError, nearest, printed
 from sparseprefill.mask.geometry import Geometry
 from sparseprefill.mask.recorded import RECORDING, apart
-from sparseprefill.pages import DTYPES, LONGEST, Pages, check_index, odd_layout
+from sparseprefill.pages import DTYPES, LONGEST, Pages, check_index, like, odd_layout
 from sparseprefill.validate import LARGEST
 
 P = ParamSpec("P")
@@ -249,18 +249,19 @@ def resized(call: AttentionCall, rows: int, keys: int, batch: int | None = None)
 
 
 def over(call: AttentionCall, at: Callable[[Tensor], Tensor], layer: int) -> AttentionCall:
-    """The call with other tensors in the place of its own: that of another layer. at: which, of the same sizes."""
+    """The call with other tensors in the place of its own: that of another layer. at: which, of the same sizes, types
+    and strides, so that nothing of it is checked again."""
 
     def changed(x: Any) -> Any:
         return at(x) if isinstance(x, Tensor) else x
 
-    if (pages := call.pages) is None:
-        k, v = changed(call._k), changed(call._v)
-    else:
-        names = ("k", "v", "table", "k_scale", "v_scale")
-        k = v = evolve(pages, **{name: changed(getattr(pages, name)) for name in names})
+    def kept(x: Tensor | Pages) -> Tensor | Pages:
+        return x.over(at) if isinstance(x, Pages) else at(x)
+
+    keys = kept(call._k)
+    values = keys if call._v is call._k else kept(call._v)
     rows = {name: changed(getattr(call, name)) for name in ("starts", "lengths", "prompt_lengths", "sinks")}
-    return evolve(call, q=at(call.q), k=k, v=v, layer=layer, **rows)
+    return like(call, q=at(call.q), _k=keys, _v=values, layer=layer, **rows)
 
 
 def rows_at(x: Tensor, index: Tensor) -> Tensor:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from functools import cached_property
-from typing import Any
+from collections.abc import Callable
+from functools import cache, cached_property
+from typing import Any, TypeVar
 
 import torch
-from attrs import Factory, evolve, field, frozen
+from attrs import Factory, evolve, field, fields, frozen
 from torch import Tensor
 
 from sparseprefill import kernels
 from sparseprefill.errors import InvalidCallError, printed
 
+T = TypeVar("T")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """To compute in."""
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -123,6 +125,24 @@ class Pages:
         k, v = self.k[:, :, heads], self.v[:, :, heads]
         return evolve(self, k=k, v=v, length=keys, cut_from=whole, first_head=first)
 
+    def over(self, at: Callable[[Tensor], Tensor]) -> Pages:
+        """Pages of the same sizes in other tensors, which are not checked again. at: which, in the place of each."""
+        names = ("k", "v", "table", "k_scale", "v_scale")
+        given = {name: at(x) for name in names if (x := getattr(self, name)) is not None}
+        return like(self, **given, _kept={})
+
+    def copy(self) -> tuple[Tensor, Tensor]:
+        """keys() and values(): from one launch, where kernels copy them and neither is there."""
+        fresh = self.cut_from is None and not self._kept and not self.requires_grad
+        if fresh and kernels.serve(self.k):
+            from sparseprefill.kernels.gather import gather_pages
+
+            scales = (self.k_scale, self.v_scale)
+            with torch.inference_mode(False), torch.no_grad():
+                k, v = gather_pages((self.k, self.v), self.table, self.length, scales, self.dtype)
+            self._kept.update(k=k, v=v)
+        return self.keys(), self.values()
+
     def _read(self, name: str) -> Tensor:
         if self.cut_from is not None:
             heads = slice(self.first_head, self.first_head + self.k.shape[2])
@@ -133,6 +153,20 @@ class Pages:
             with torch.inference_mode(False), torch.set_grad_enabled(x.requires_grad):
                 self._kept[name] = _gather(x, self.table, self.length, scale, self.dtype)
         return self._kept[name]
+
+
+def like(x: T, **changes: Any) -> T:
+    """A copy with other fields, by their attributes' names, that is not checked: of the same sizes and types."""
+    made = object.__new__(type(x))
+    kind: Any = type(x)
+    for name in _names(kind):
+        object.__setattr__(made, name, changes[name] if name in changes else getattr(x, name))
+    return made
+
+
+@cache
+def _names(kind: Any) -> tuple[str, ...]:
+    return tuple(one.name for one in fields(kind))
 
 
 class _Taken(torch.autograd.Function):
@@ -164,7 +198,7 @@ def _gather(x: Tensor, table: Tensor, length: int, scale: Tensor | None, dtype: 
     if kernels.serve(x) and not x.requires_grad:
         from sparseprefill.kernels.gather import gather_pages
 
-        return gather_pages(x, table, length, scale, dtype)
+        return gather_pages((x,), table, length, (scale,), dtype)[0]
     return _at(x, table, torch.arange(length, device=table.device), scale, dtype)
 
 

@@ -5,9 +5,14 @@
 from __future__ import annotations
 
 import gc
+import json
+import os
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -624,3 +629,17 @@ def test_rows_without_a_key_are_an_error_in_a_recorded_call_too() -> None:
     with pytest.raises(sp.StageError, match=r"^mine: Empty left query rows without a key"):
         record(lambda: [made.run(sp.AttentionCall(*slots)).out], slots, ROOM)
     assert RECORDING.get() is None
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.thorough)])
+def test_a_driver_gets_from_a_step_what_triton_gives_it(seed: int) -> None:
+    script = Path(__file__).with_name("relaunched.py")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    path = os.pathsep.join(filter(None, [str(script.parents[1]), environment.get("PYTHONPATH")]))
+    command = [sys.executable, "-P", str(script), str(seed)]
+    done = subprocess.run(command, env={**environment, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found.pop("compared") > 150
+    refused = "a launch of mixed_kernel cannot be repeated: some of its arguments have defaults"
+    assert found == {"refused": [refused], "unlike": []}

@@ -15,6 +15,7 @@ from helpers.build import int32, make
 from kernels.caches import copied, in_fp8, paged, untouched
 from sparseprefill.breakeven.points import DeviceKind
 from sparseprefill.breakeven.table import BreakEven
+from sparseprefill.call import over
 from sparseprefill.errors import InvalidCallError
 from sparseprefill.executors.dense import dense
 from sparseprefill.pages import Pages
@@ -51,6 +52,26 @@ def test_each_is_copied_once_when_it_is_asked_for() -> None:
     assert {"k"} == pages.gathered
     assert call.v is pages.values()
     assert {"k", "v"} == pages.gathered
+
+
+def test_a_copy_has_both() -> None:
+    call = paged(make(20, 41, kv_heads=2), 16)
+    k, v = pages_of(call).copy()
+    assert (k is call.k, v is call.v) == (True, True)
+    assert {"k", "v"} == pages_of(call).gathered
+
+
+def test_the_call_of_another_layer_reads_other_pages() -> None:
+    call, other = (paged(make(20, 41, kv_heads=2, seed=seed), 16) for seed in (0, 1))
+    before, after = pages_of(call), pages_of(other)
+    wanted, _ = call.k, call.geometry
+    ways = {id(before.k): after.k, id(before.v): after.v, id(before.table): after.table, id(call.q): other.q}
+    found = over(call, lambda x: ways[id(x)], 3)
+    assert (3, False) == (found.layer, torch.equal(wanted, found.k))
+    for one, mine in ((other.q, found.q), (other.k, found.k), (other.v, found.v)):
+        assert torch.equal(one, mine)
+    assert other.shape == found.shape == evolve(found).shape  # which checks it
+    assert wanted is call.k
 
 
 def test_parts_share_the_cache_and_the_copy() -> None:

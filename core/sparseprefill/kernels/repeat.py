@@ -16,10 +16,10 @@ import triton
 from attrs import evolve, field, frozen
 from torch import Tensor
 from triton import knobs
+from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from sparseprefill.kernels.launch import ran
 from sparseprefill.mask.recorded import OfLayer
 
 SEVERAL = frozenset((list, tuple))
@@ -171,7 +171,7 @@ class Launch:
         """Of what `enqueue` launched; the reason where it cannot be bound."""
         if not isinstance(kernel, JITFunction):
             return cls(kernel[grid], args, options)
-        if not ran(made):
+        if not _ran(made):
             return "Triton does not tell the compiled kernel"
         last = kernel.arg_names[len(args) :]
         if not all(name in options for name in last):
@@ -248,6 +248,13 @@ class Launch:
 
         given = self.there(layer, at, lambda x: x.over(_Address(at(x.base), x.base.dtype)))
         self.compiled[self.grid](*given, stream=stream)
+
+
+def _ran(made: Any) -> bool:
+    """True if a launch gave the compiled kernel that ran, on a GPU whose compiler looks at nothing else."""
+    if not isinstance(made, CompiledKernel) or made.module is None:
+        return False
+    return bool(made.metadata.target.backend == "cuda")
 
 
 def _is_descriptor(x: Any) -> bool:

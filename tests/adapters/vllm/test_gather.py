@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attrs import evolve
 from sparseprefill.adapters.vllm.pages import pages_of
 
 from kernels.device import CUDA, DEVICE, DTYPES
@@ -48,17 +49,30 @@ def test_pages_are_copied_bit_for_bit(
     length: int, page: int, size: int, dtype: torch.dtype, order: tuple[int, ...]
 ) -> None:
     given = pages(length, page, size, dtype, order)
-    found = [gather_pages(x, given.table, length, None, dtype) for x in (given.k, given.v)]
-    for wanted, read in zip(expected(given, dtype), found, strict=True):
-        assert torch.equal(wanted, read)
-        assert read.is_contiguous()
+    both, none = (given.k, given.v), (None, None)
+    apart = [gather_pages((x,), given.table, length, (None,), dtype)[0] for x in both]
+    for found in (apart, gather_pages(both, given.table, length, none, dtype)):
+        for wanted, read in zip(expected(given, dtype), found, strict=True):
+            assert torch.equal(wanted, read)
+            assert read.is_contiguous()
+
+
+def test_values_of_another_size_are_copied_beside_keys() -> None:
+    given = pages(77, 16, 64, torch.float16, TOKENS_FIRST)
+    for part in (slice(0, 40), slice(24, 64)):
+        narrow = evolve(given, v=given.v[..., part])
+        for wanted, read in zip(expected(narrow, torch.float16), narrow.copy(), strict=True):
+            assert torch.equal(wanted, read)
 
 
 def test_scales_are_factors() -> None:
     given = pages(77, 16, 64, torch.float16, TOKENS_FIRST)
     scales = (torch.tensor(0.5, device=DEVICE), torch.tensor(3.0, device=DEVICE))
-    for wanted, x, scale in zip(expected(given, torch.float32), (given.k, given.v), scales, strict=True):
-        assert torch.equal(wanted * scale, gather_pages(x, given.table, 77, scale, torch.float32))
+    wanted = expected(given, torch.float32)
+    both = gather_pages((given.k, given.v), given.table, 77, scales, torch.float32)
+    for one, x, scale, read in zip(wanted, (given.k, given.v), scales, both, strict=True):
+        assert torch.equal(one * scale, gather_pages((x,), given.table, 77, (scale,), torch.float32)[0])
+        assert torch.equal(one * scale, read)
 
 
 @pytest.mark.gpu
@@ -66,8 +80,10 @@ def test_scales_are_factors() -> None:
 def test_an_fp8_cache(order: tuple[int, ...]) -> None:
     assert CUDA
     given = pages(1000, 16, 128, torch.bfloat16, order, fp8=True)
-    for wanted, read in zip(expected(given, torch.bfloat16), (given.keys(), given.values()), strict=True):
-        assert torch.equal(wanted, read)
+    again = evolve(given)
+    for found in ((given.keys(), given.values()), again.copy()):
+        for wanted, read in zip(expected(given, torch.bfloat16), found, strict=True):
+            assert torch.equal(wanted, read)
 
 
 @pytest.mark.gpu

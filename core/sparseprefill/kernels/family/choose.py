@@ -164,7 +164,8 @@ def _given(family: Family, call: AttentionCall, mask: SparseMask, wanted: Wanted
 
 def _copied(call: AttentionCall) -> AttentionCall:
     """The call with K and V out of their pages."""
-    return evolve(call, k=call.k, v=call.v)
+    k, v = (call.k, call.v) if call.pages is None else call.pages.copy()
+    return evolve(call, k=k, v=v)
 
 
 def launched(choice: Choice, job: Job) -> Launched | None:
