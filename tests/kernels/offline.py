@@ -269,7 +269,8 @@ class Order:
     """The order of query blocks."""
 
     def run(self) -> None:
-        draws(torch.zeros(1536, dtype=torch.int32), None, 16, 132)
+        for in_order in (False, True):
+            draws(torch.zeros(1536, dtype=torch.int32), None, 16, 132, in_order)
 
 
 @frozen(eq=False)

@@ -155,6 +155,20 @@ def test_long_lists_are_cut(kernel: Family, dtype: torch.dtype, head_dim: int, k
         assert torch.equal(first.lse, again.lse)
 
 
+@each(HOPPER, dtype=HALVES, head_dim=(64, 128, 256), kind=("tiles", "both", "wide"))
+def test_the_last_rows_of_a_whole_prompt_are_cut(kernel: Family, dtype: torch.dtype, head_dim: int, kind: str) -> None:
+    from sparseprefill.kernels.hopper import launch
+
+    for length in (2177, 4099, 8192):
+        call = make(kernel, "sink", dtype, head_dim, (length, length, 4), "plain")
+        rows = call.geometry.tile_rows(128)
+        mask = some(call, kind, group=1).with_dense_rows((rows - 1, rows))
+        pieces = launch._pieces(call, mask, rows)
+        assert pieces is not None
+        assert int(pieces[2]) >> 16 > 1, "nothing is cut"
+        check(kernel, call, Plan(mask), mask.to_dense())
+
+
 @each(HOPPER, head_dim=(64, 128, 256))
 def test_long_lists_are_cut_behind_a_carry_and_for_a_state(kernel: Family, head_dim: int) -> None:
     call = make(kernel, "random", torch.bfloat16, head_dim, (300, 9000, 2), "plain")

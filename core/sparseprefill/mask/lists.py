@@ -38,8 +38,9 @@ class IndexLists:
     Rows may share storage (a full mask needs one `arange`); entries behind a count are never read. On a GPU with
     Triton no constructor reads a value on the host, so building lists does not synchronise with the device.
     same_heads: the maker's word that all heads of a batch row have the same lists. whole: that no tile in reach is left
-    out, which speed alone depends on. sound: that lists are ascending and distinct, as those that the constructors here
-    make; others are looked at on a CPU when a mask of them is counted or computed.
+    out, and some_long: that some rows have every tile in reach while others may have few; on both speed alone depends.
+    sound: that lists are ascending and distinct, as those that the constructors here make; others are looked at on a
+    CPU when a mask of them is counted or computed.
     """
 
     counts: Tensor
@@ -47,6 +48,7 @@ class IndexLists:
     indices: Tensor
     same_heads: bool = field(default=False, kw_only=True)
     whole: bool = field(default=False, kw_only=True)
+    some_long: bool = field(default=False, kw_only=True)
     sound: bool = field(default=False, kw_only=True)
 
     def __attrs_post_init__(self) -> None:

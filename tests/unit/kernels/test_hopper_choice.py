@@ -250,6 +250,34 @@ def test_other_calls_draw_their_blocks_head_by_head(monkeypatch: pytest.MonkeyPa
     assert launch._pieces(behind, some, 6) is None
 
 
+@pytest.mark.parametrize("kept", ["tiles", "lists", "columns", "window"])
+def test_the_last_rows_of_a_whole_prompt_come_first(kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those with every key, in pieces; all others head by head, each from its last block."""
+    monkeypatch.setattr(launch, "multiprocessors", lambda _: 12)
+    monkeypatch.setattr(launch, "LEAST_STEPS", 2)
+    q, k, v = tensors("random", batch=1, heads=4, kv_heads=2, q_len=1800, kv_len=1800, head_dim=64)
+    given = AttentionCall(q, k, v)
+    few, rows = torch.zeros(1, 4, 15, 15, dtype=torch.bool), (14, 15)
+    if kept == "window":
+        mask = SparseMask.from_rules(given, band=1)
+    elif kept == "columns":
+        columns = torch.zeros(1, 4, 15, 113, dtype=torch.bool)
+        columns[..., ::40] = True
+        mask = SparseMask.from_stripes(given, columns, width=16)
+    else:
+        mask = SparseMask.from_tiles(given, few) if kept == "tiles" else SparseMask.from_tiles(given, few).listed()
+    assert launch._pieces(given, mask, 15) is None
+    assert launch._pieces(given, mask.with_dense_rows((15, 16)), 15) is None  # of a later chunk
+    pieces = launch._pieces(given, mask.with_dense_rows(rows), 15)
+    assert pieces is not None
+    drawn = told(pieces)
+    items, cut = [item for item, number, _ in drawn if number == 0], {item for item, _, count in drawn if count > 1}
+    assert cut == {0, 15, 30, 45}
+    assert items == [*sorted(cut), *(item for item in range(60) if item not in cut)]
+    monkeypatch.setattr(launch, "MOST_ITEMS", 59)
+    assert launch._pieces(given, mask.with_dense_rows(rows), 15) is None
+
+
 @pytest.mark.parametrize("cached", [0, 2000])
 def test_blocks_of_several_requests_are_those_that_there_are(cached: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The longest lists first behind cached keys, else request by request; each block once, and no others."""

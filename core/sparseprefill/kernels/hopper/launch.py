@@ -67,6 +67,8 @@ READS_FP8 = 16, 32
 """The same over an fp8 cache, whatever its pages: of stripes alone, and of sparse masks with tiles."""
 FEW_BLOCKS = 128
 """Query blocks of a head up to which their lists are looked at (see `_pieces`)."""
+MOST_ITEMS = 1 << 15
+"""Query blocks of all heads up to which those of whole prompts are: beyond, comparing them takes as long as it saves."""
 LEAST_STEPS = 16
 """Steps of the shortest piece: each costs what two steps do, its state written and read again."""
 LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
@@ -273,17 +275,19 @@ def _run(
 
 
 def _pieces(call: AttentionCall, mask: SparseMask, blocks: int) -> Tensor | None:
-    """The query blocks of all heads as programs draw them, the longest first, long ones in pieces (`lists.order`); None
-    where heads may follow each other.
+    """The query blocks of all heads as programs draw them, long ones in pieces (`lists.order`); None where heads may follow
+    each other.
 
     Few rows behind many cached keys leave each multiprocessor few blocks, some many times as long as others: one that
-    is drawn last, or is longer than all others together, keeps all waiting. Of whole prompts, a head's own blocks are
-    enough to fill the gaps.
+    is drawn last, or is longer than all others together, keeps all waiting; so the longest come first. Of whole prompts
+    a head's own blocks are enough to fill the gaps, unless the last rows see every key: then those are cut and come first.
     """
     programs = multiprocessors(call.q.device)
-    if not _behind(mask, blocks) or (_alike(mask) and blocks * call.q.shape[0] * call.q.shape[1] >= 2 * programs):
+    items = blocks * call.q.shape[0] * call.q.shape[1]
+    behind = _behind(mask, blocks)
+    if not (behind or _some_long(mask, items)) or (_alike(mask) and items >= 2 * programs):
         return None
-    return draws_of_lists(*_lengths(mask), _least(mask), programs)
+    return draws_of_lists(*_lengths(mask), _least(mask), programs, in_order=not behind)
 
 
 def _pieces_together(requests: Together, blocks: int) -> tuple[Tensor | None, Tensor | None]:
@@ -296,9 +300,12 @@ def _pieces_together(requests: Together, blocks: int) -> tuple[Tensor | None, Te
     items = _items(own, blocks, heads, device)
     programs = multiprocessors(device)
     few = items.numel() < 2 * programs
-    if not any(_behind(mask, count) and (few or not _alike(mask)) for mask, count in zip(masks, own, strict=True)):
+    uneven = [(mask, count) for mask, count in zip(masks, own, strict=True) if few or not _alike(mask)]
+    behind = any(_behind(mask, count) for mask, count in uneven)
+    if not behind and not any(_some_long(mask, items.numel()) for mask, _ in uneven):
         return items, None
-    return None, draws(torch.cat([_keys(mask) for mask in masks]), items, _least(masks[0]), programs)
+    keys = torch.cat([_keys(mask) for mask in masks])
+    return None, draws(keys, items, _least(masks[0]), programs, in_order=not behind)
 
 
 @kept
@@ -317,9 +324,17 @@ def _behind(mask: SparseMask, blocks: int) -> bool:
     return few and geometry.tile_columns(BLOCK_M) > LEAST_STEPS and bool(mask.blocks)
 
 
+def _some_long(mask: SparseMask, items: int) -> bool:
+    """True if some of the lists are known to hold every key in reach, beside others that may hold few. items: query blocks of
+    all heads."""
+    long = mask.tiles is not None and mask.tiles.some_long
+    return long and items <= MOST_ITEMS and mask.geometry.tile_columns(BLOCK_M) > LEAST_STEPS
+
+
 def _alike(mask: SparseMask) -> bool:
     """True if the query blocks of a mask are known to be about as long as each other."""
-    return mask.stripes is None and (mask.tiles is None or mask.tiles.same_heads)
+    tiles = mask.tiles
+    return mask.stripes is None and (tiles is None or (tiles.same_heads and not tiles.some_long))
 
 
 def _least(mask: SparseMask) -> int:
