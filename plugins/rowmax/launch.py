@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -107,16 +108,15 @@ def _chosen(call: AttentionCall, config: RowMaxConfig, dtype: torch.dtype, *, ap
     chosen = torch.empty(geometry.batch, heads, rows, columns, dtype=dtype, device=q.device)
     least, times, strong = (math.log2(x) if x > 0.0 else -math.inf for x in (config.eps, config.times, config.strong))
     before, unit = geometry.q_offset // tile, math.lcm(per, height) // per
-    reach = min(before + rows, geometry.tile_columns(tile)) * each
-    size = max(1, MAXIMA // (pairs * reach * math.lcm(per, height))) * unit
     kind = torch.float32 if factors is None else torch.float16
-    tiles = cdiv(cdiv(min(size, rows) * per, height) * height, per)
-    maxima = torch.empty(pairs * tiles * reach * per, dtype=kind, device=q.device)
+    room = 4 * MAXIMA // kind.itemsize // (pairs * each * per)  # of query tiles by key tiles
+    goes = list(_goes(rows, before, geometry.tile_columns(tile), room, unit))
+    most = max(cdiv(count * per, height) * height * behind for _, count, behind in goes)
+    maxima = torch.empty(pairs * most * each, dtype=kind, device=q.device)
     sizes = (geometry.q_offset, geometry.q_len, geometry.kv_len, geometry.window or 0)
     at_once = max(16, min(WIDEST, ENTRIES // (members * lines)))
-    for first in range(0, rows, size):
-        count = min(size, rows - first)
-        blocks, behind = cdiv(count * per, height), min(before + first + count, geometry.tile_columns(tile))
+    for first, count, behind in goes:
+        blocks = cdiv(count * per, height)
         parts = _parts(pairs * cdiv(blocks, 2), behind, _at_once(q.device))
         place = (geometry.heads, group, call.first_head, first, blocks, behind * each)
         sums = torch.empty(pairs * blocks * parts * height, dtype=torch.float32, device=q.device)
@@ -130,6 +130,20 @@ def _chosen(call: AttentionCall, config: RowMaxConfig, dtype: torch.dtype, *, ap
             PACKED=factors is not None and chip(q.device).capability != NONE, num_warps=4, **FUSED,
         )  # fmt: skip
     return chosen
+
+
+def _goes(rows: int, before: int, keys: int, room: int, unit: int) -> Iterator[tuple[int, int, int]]:
+    """The query tiles of one launch after another: the first, how many, and the key tiles that they may see, of `keys`.
+
+    before: key tiles before the first one. room: of a launch, query tiles by key tiles; at least `unit` query tiles.
+    """
+    first = 0
+    while first < rows:
+        seen = before + first
+        count = (math.isqrt(seen * seen + 4 * room) - seen) // 2  # count * (seen + count) <= room
+        count = min(max(count // unit, 1) * unit, rows - first)
+        yield first, count, min(seen + count, keys)
+        first += count
 
 
 def _at_once(device: torch.device) -> int:

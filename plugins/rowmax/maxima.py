@@ -28,7 +28,7 @@ ROWS = 4096
 """Sampled rows whose maxima are in memory at once, over batch and heads, where a query tile has no more."""
 
 MAXIMA = 1 << 27
-"""Maxima of rows by column that the kernels leave in memory at once, over batch and heads."""
+"""Maxima of rows by column that the kernels leave in memory at once, over batch and heads; twice as many in 16 bits."""
 
 LINES = 128
 """Rows of a kernel's program, at most."""

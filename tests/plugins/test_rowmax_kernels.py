@@ -150,6 +150,29 @@ def test_equal_plain_pytorch(
         same(call, settled(*sizes, union=union, width=None if width and sizes[1] % width else width))
 
 
+@given(
+    rows=st.integers(1, 1100),
+    before=st.integers(0, 1100),
+    room=st.sampled_from([0, 1, 100, 5000, 1 << 18, 1 << 24]),
+    unit=st.sampled_from([1, 8]),
+)
+def test_launches_of_maxima_share_a_scratch(rows: int, before: int, room: int, unit: int) -> None:
+    keys = before + rows - 1
+    goes = list(launch._goes(rows, before, keys, room, unit))
+    assert [first for first, *_ in goes] == [sum(count for _, count, _ in goes[:i]) for i in range(len(goes))]
+    assert sum(count for _, count, _ in goes) == rows
+    for first, count, behind in goes:
+        assert behind == min(before + first + count, keys)
+        assert count * behind <= room or count <= unit
+        last = first + count == rows
+        assert last or (count % unit == 0 and (count + unit) * (before + first + count + unit) > room)
+
+
+def test_a_long_prompt_takes_few_launches() -> None:
+    """131,072 tokens of 12 heads, columns of 16 keys, maxima in 16 bits."""
+    assert len(list(launch._goes(1024, 0, 1024, 2 * MAXIMA // (12 * 8 * 16), 8))) == 4
+
+
 @pytest.mark.parametrize("rows", [1, 6, 60, 132, 500, 4000])
 @pytest.mark.parametrize("behind", [1, 7, 16, 64, 1024])
 def test_few_programs_idle_in_the_last_round(rows: int, behind: int) -> None:
