@@ -14,6 +14,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -200,7 +201,7 @@ def main(arguments: list[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--method", nargs="+", default=["rowmax"])
-    parser.add_argument("--rows", type=int, default=8192)
+    parser.add_argument("--rows", type=int, nargs="+", default=[8192])
     parser.add_argument("--keys", type=int, nargs="+", default=[32768])
     parser.add_argument("--shape", type=int, nargs=3, default=(12, 2, 128), metavar=("HEADS", "KV_HEADS", "WIDTH"))
     parser.add_argument("--asks", action="store_true", help="ask the estimator in each layer, as if it did not repeat")
@@ -210,10 +211,9 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(1)
     if not torch.cuda.is_available():
         idle()
-    for method in given.method:
-        for keys in given.keys:
-            found = measure(method, min(given.rows, keys), keys, tuple(given.shape), given.rounds, given.asks)
-            print(json.dumps(asdict(found)) if given.json else found, flush=True)  # noqa: T201
+    for method, rows, keys in product(given.method, given.rows, given.keys):
+        found = measure(method, min(rows, keys), keys, tuple(given.shape), given.rounds, given.asks)
+        print(json.dumps(asdict(found)) if given.json else found, flush=True)  # noqa: T201
     return 0
 
 
