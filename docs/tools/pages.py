@@ -44,8 +44,17 @@ NAME, TEXT = 20, 40
 """Up to so many characters a row's first cell is a name, and stays in one line; beyond so many any cell is text, for
 which phones make room.
 """
+INTERVAL = re.compile(r" \((?P<low>[\d.]+)(?P<unit>(?: |&nbsp;)%)? to (?P<high>[\d.]+)(?P=unit)?\)$")
+"""An interval behind a figure in a table, which stands below it."""
+CHANGE = re.compile(r" (?P<text>\([-+]\d+(?: [-+]\d+)?\))$")
+"""Answers lost and won behind a count in a table, which stand below it, too."""
+BLOCK = re.compile(r"(<pre.*?</pre>)", flags=re.S)
+PIECE = re.compile(r"<code>(?P<text>[^<\n]{1,30})</code>")
+"""Inline code short enough to stay in one line of text."""
+WORD = 12
+"""Up to so many characters it stays in one line of a table, too."""
 PICTURE = re.compile(r'<img [^>]*src="(?P<path>[^"]+\.png)"[^>]*>')
-SECTIONS = 5
+SECTIONS = 3
 """From so many sections on, a page begins with the list of them on a phone."""
 INVENTORIES = (
     "https://docs.python.org/3/objects.inv",
@@ -118,15 +127,24 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, **_: object) -> str:
-    """Keeps figures of tables and their per cent signs in one line, and marks names and text for site.css. A page of
-    many sections begins with their list, which site.css shows where the theme has no room for its own."""
+    """Keeps figures with their per cent signs, and short code, in one line, and marks names, text and intervals for
+    site.css. A page of several sections begins with their list, which site.css shows where the theme has no room for
+    its own."""
 
     def marked(cell: re.Match[str]) -> str:
-        text = re.sub(r"(?<=\d) (?=%)", "&nbsp;", cell["text"])
+        text = INTERVAL.sub(r' <small class="interval">\g<low> to&nbsp;\g<high></small>', cell["text"])
+        text = CHANGE.sub(r' <small class="interval change">\g<text></small>', text)
         long = len(unescape(re.sub(r"<[^>]*>", "", text)))
         kind = ' class="text"' if long > TEXT else ' class="name"' if cell["first"] and long <= NAME else ""
         return f"{cell['first'] or ''}<td{cell['how']}{kind}>{text}</td>"
 
+    def joined(text: str) -> str:
+        text = re.sub(r"(?<=\d)\s(?=%)", "&nbsp;", text)
+        return PIECE.sub(
+            lambda one: f'<code class="{"word" if len(one["text"]) <= WORD else "piece"}">{one["text"]}</code>', text
+        )
+
+    html = "".join(part if BLOCK.fullmatch(part) else joined(part) for part in BLOCK.split(html))
     html = PICTURE.sub(r'<a href="\g<path>">\g<0></a>', html)  # on a phone it opens in full
     sections = [part for title in page.toc.items for part in title.children]
     if len(sections) >= SECTIONS:

@@ -26,18 +26,17 @@ def _columns(config: RowMaxConfig, attribute: Attribute[Any], value: Any) -> Non
 class RowMaxConfig:
     """Settings of `rowmax`.
 
-    eps: share of a row's columns with which a column is kept, by its largest logit; 0 keeps everything. times: or so
-    many times the mean share, ``times / n`` of the n columns that the row may see, where that is less, so that one
-    value serves short rows and long ones; a huge one goes by eps alone, as eps=1 goes by `times` alone. every: one
-    query row in so many is looked at, by one head of its KV group under a union, else by each; 1 looks at all. block:
-    rows of a query tile, and keys of a tile, in tokens. width: keys of a column, such as 16, a power of two that
-    divides `block`; None for columns as wide as tiles. sink: keep the first key tile of every row. union: "group"
-    gives all query heads of a KV head what any of them keeps, so that they share the rows to be looked at; "head"
-    keeps for each alone. strong: with "head", share of a row with which a column that a head keeps is kept for all
-    query heads of its KV head, which look at rows between that head's; 0 shares all that any keeps, 1 nothing.
-    precision: of the logits that are looked at: "exact", in the call's type, where no column is dropped in which such
-    a row gives a key that share of its softmax; "fp8", which needs an NVIDIA GPU with 8-bit tensor cores and drops a
-    few of those; or "auto", which is fp8 where that can be and exact elsewhere.
+    eps: a column is kept whose largest logit has this share of a row, such as 0.005 for half a percent; 0 keeps
+    everything. times: a column is also kept at so many times the mean share, such as 3/2048 in a row of 2,048 columns
+    with 3; 1e9 leaves the choice to eps, and eps=1 leaves it to times. every: one query row in so many is looked at, by
+    each head, or under a union by one head of the KV group; 1 looks at all. block: rows of a query tile, and keys of a
+    tile, in tokens. width: keys of a column, such as 16, a power of two that divides `block`; None for columns as wide
+    as tiles. sink: keep the first key tile of every row. union: "head" keeps for each query head alone; "group" gives
+    all heads of a KV head what any of them keeps, so that they share the rows to be looked at. strong: with "head", a
+    column that has this share of a row of one head is kept for all query heads of the KV head; 0 shares every column
+    that is kept, 1 none. precision: of the logits that are looked at: "exact", in the call's type, which drops no
+    column in which such a row gives a key that share of its softmax; "fp8", which needs an NVIDIA GPU with 8-bit tensor
+    cores and drops a few of those; or "auto", which is fp8 where that can be and exact elsewhere.
     """
 
     eps: float = field(default=0.005, validator=number(0.0, 1.0))

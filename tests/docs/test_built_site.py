@@ -96,6 +96,19 @@ def test_a_long_page_lists_its_contents(page: Path, site: Path) -> None:
     assert len([href for _, href in Links("md-nav__link", html).found if href.startswith("#")]) >= 3
 
 
+def test_intervals_and_changes_stand_below_their_figures(site: Path) -> None:
+    """In the same unit; no row is as high as its widest cell makes it on a narrow screen."""
+    shown = {name: (site / f"{name}.html").read_text() for name in ("real-models", "real-models-each")}
+    assert re.search(r'&nbsp;% <small class="interval">[\d.]+ to&nbsp;[\d.]+</small></td>', shown["real-models-each"])
+    assert re.search(r'\d <small class="interval change">\(-\d+ \+\d+\)</small></td>', shown["real-models"])
+    assert [name for name, html in shown.items() if re.search(r"% to [\d.]+(&nbsp;| )%\)</td>", html)] == []
+
+
+def test_a_page_of_several_sections_lists_them_on_a_phone(site: Path) -> None:
+    assert '<details class="contents">' in (site / "real-models.html").read_text()
+    assert '<details class="contents">' not in (site / "methods.html").read_text()
+
+
 def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
     fetched = {
         (page.relative_to(site).as_posix(), address)
