@@ -1,10 +1,11 @@
 """What a server's layer takes: `python -m lab.host` (from tests/) times a layer behind the first of its step.
 
 *host*: microseconds until its last launch is made, as a server runs it: repeated, its record kept; *asked*: where every
-stage is asked in each layer, as in the first. On a GPU launches are real and nobody waits for them, and made-up heads
-are also timed layer after layer (*layers*), from a CUDA graph of each (*graph*), and beside the fastest dense kernel
-that is installed (*dense*); a graph's output is held to its layer's, bit by bit. Without a GPU kernels are compiled
-for an H100 and a driver that does nothing takes their launches, so that what PyTorch and the driver take comes on top.
+stage is asked in each layer; *first*: of the first layer of a step in sizes that no step had before, which is recorded.
+On a GPU launches are real and nobody waits for them, and made-up heads are also timed layer after layer (*layers*),
+from a CUDA graph of each (*graph*), and beside the fastest dense kernel that is installed (*dense*); a graph's output
+is held to its layer's, bit by bit. Without a GPU kernels are compiled for an H100 and a driver that does nothing takes
+their launches, so that what PyTorch and the driver take comes on top.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from sparseprefill.adapters.vllm.pages import pages_of
 import sparseprefill as sp
 from sparseprefill import AttentionCall, kernels
 
-PAGE, LAYERS = 16, 4
-"""Tokens of a page; layers that take turns, each with a cache of its own."""
+PAGE, LAYERS, FRESH = 16, 4, 21
+"""Tokens of a page; layers that take turns, each with a cache of its own; sessions that know no sizes yet."""
 
 
 @frozen
@@ -47,6 +48,7 @@ class Host:
     launches: int
     host: float
     asked: float
+    first: float
     layers: float = 0.0
     graph: float = 0.0
     dense: float = 0.0
@@ -56,6 +58,7 @@ class Host:
     def __str__(self) -> str:
         sizes = f"{self.method}, {self.rows:,} rows of {self.keys:,} keys, {self.heads} / {self.kv_heads} heads"
         text = f"{sizes}, d {self.width}: {self.launches} launches, host {self.host:.0f} us, asked {self.asked:.0f}"
+        text = f"{text}, first {self.first:.0f}"
         if not self.layers:
             return text
         gpu = f"layers {self.layers:.0f}, graph {self.graph:.0f}, dense {self.dense:.0f} ({self.kernel})"
@@ -118,12 +121,20 @@ class Asked:
 def measure(method: str, rows: int, keys: int, shape: tuple[int, int, int], rounds: int, asks: bool) -> Host:
     """Time a method's layers of these sizes. asks: whether each layer asks the estimator."""
     made = sp.build(method)
-    session = Session(evolve(made, estimator=Asked(made.estimator)) if asks else made, HostOptions(recall_every=0))
+
+    def session() -> Session:
+        return Session(evolve(made, estimator=Asked(made.estimator)) if asks else made, HostOptions(recall_every=0))
+
+    sessions = [session() for _ in range(FRESH + 5)]
     layers, prefill = [Layer(rows, keys, shape, seed) for seed in range(LAYERS)], Prefill()
 
     def asked(index: int, slots: Slots = ()) -> Repeat | None:
         layer = layers[index]
-        return ask(session, layer.call(index), prefill, layer.output.transpose(0, 1)[None], slots)
+        return ask(sessions[0], layer.call(index), prefill, layer.output.transpose(0, 1)[None], slots)
+
+    def first(_: int) -> None:
+        layer = layers[0]
+        ask(sessions.pop(), layer.call(0), Prefill(), layer.output.transpose(0, 1)[None], layer.slots)
 
     asked(0)  # compiles
     repeat = asked(0, layers[0].slots)
@@ -133,16 +144,16 @@ def measure(method: str, rows: int, keys: int, shape: tuple[int, int, int], roun
     def again(index: int) -> None:
         repeat.run(index, layers[index].slots)
 
-    host, asking = _host(again, rounds), _host(asked, rounds)
+    host, asking, recorded = _host(again, rounds), _host(asked, rounds), _host(first, FRESH - 1)
     step = repeat.how.rest if isinstance(repeat.how, Asking) else repeat.how
     counted = 0 if isinstance(step, str) else len(step.work)
     if not torch.cuda.is_available():
-        return Host(method, rows, keys, *shape, counted, host, asking)
-    found = session.report("lab", "none")
+        return Host(method, rows, keys, *shape, counted, host, asking, recorded)
+    found = sessions[0].report("lab", "none")
     density = next(one.density for one in found.layers if one.density is not None)
     kernel, dense = _dense(layers[0])
     times = _device(again, rounds), _device(_graphs(again, layers), rounds), dense
-    return Host(method, rows, keys, *shape, counted, host, asking, *times, kernel, density)
+    return Host(method, rows, keys, *shape, counted, host, asking, recorded, *times, kernel, density)
 
 
 def _host(run: Callable[[int], Any], rounds: int) -> float:

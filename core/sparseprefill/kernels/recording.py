@@ -12,6 +12,7 @@ tensors that were there before: hence the stages' own word.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from attrs import frozen
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from sparseprefill.kernels.repeat import Launch, Operator, Place, Step, bound, mapped, tensors_of
+from sparseprefill.kernels.repeat import NUMBERS, Launch, Operator, Place, Step, bound, mapped, tensors_of
 from sparseprefill.mask.recorded import RECORDING, OfLayer
 
 MODES: Any = torch._C
@@ -82,6 +83,40 @@ def _unfit(slots: Sequence[Tensor]) -> str:
     if any(x.numel() == 0 for x in slots):
         return EMPTY_SLOT
     return GRADIENTS if torch.is_grad_enabled() and any(x.requires_grad for x in slots) else ""
+
+
+@frozen(eq=False)
+class _Kind:
+    """Facts of an operator, asked once. decomposes: into others. views: it returns nothing but one view. reads: a value of
+    the device on the host. sized: its result, by values. random: it draws numbers. moves: it turns a tensor into a view."""
+
+    name: str
+    decomposes: bool
+    writes: bool
+    views: bool
+    reads: bool
+    sized: bool
+    random: bool
+    moves: bool
+
+    @classmethod
+    def of(cls, func: Any) -> _Kind:
+        """Those of an operator of torch."""
+        schema, tags, name = func._schema, func.tags, func._schema.name.rpartition("::")[2]
+        looks = all(one.alias_info is not None for one in schema.returns)
+        return cls(
+            name,
+            decomposes=func._can_decompose(),
+            writes=schema.is_mutable,
+            views=not schema.is_mutable and [str(one.type) for one in schema.returns] == ["Tensor"] and looks,
+            reads=torch.Tag.data_dependent_output in tags,
+            sized=torch.Tag.dynamic_output_shape in tags,
+            random=torch.Tag.nondeterministic_seeded in tags,
+            moves=torch.Tag.inplace_view in tags,
+        )
+
+
+_kind: Callable[[Any], _Kind] = cache(_Kind.of)
 
 
 class _Maker:
@@ -162,9 +197,13 @@ class Recording(TorchDispatchMode):
         self._sizes.append(_memory(x))
         return True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is recorded while torch compiles, and its guard takes each operator as long as all else
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func._can_decompose():  # in inference mode it comes as it is, and what it does would not be seen
+        kwargs, kind = kwargs or {}, _kind(func)
+        if kind.decomposes:  # in inference mode it comes as it is, and what it does would not be seen
             with self:
                 return func.decompose(*args, **kwargs)
         token = RECORDING.set(None)  # what an operator launches is repeated with it
@@ -172,31 +211,32 @@ class Recording(TorchDispatchMode):
             found = func(*args, **kwargs)
         finally:
             RECORDING.reset(token)
-        if self._why:
-            return found
-        name = func._schema.name.rpartition("::")[2]
+        if self._why or (kind.views and _storage(found) in self._roots and not _odd(found)):
+            return found  # it lies where its tensor does
         given, made = list(tensors_of((args, kwargs))), list(tensors_of(found))
         odd = next(filter(None, map(_odd, (*given, *made))), "")
-        why = ODD.format(name=name, kind=odd) if odd else self._objection(func, name, args, kwargs, given, made)
+        why = ODD.format(name=kind.name, kind=odd) if odd else self._objection(func, kind, args, kwargs, given, made)
         if why:
             self.refuse(why)
-        elif name == "lift_fresh":
+        elif kind.name == "lift_fresh":
             found = self._lifted(found)
         else:
-            self._note(func, name, args, kwargs, given, made)
+            self._note(func, kind, args, kwargs, given, made)
         return found
 
     def _objection(
-        self, func: Any, name: str, args: Any, kwargs: Any, given: list[Tensor], made: list[Tensor]
+        self, func: Any, kind: _Kind, args: Any, kwargs: Any, given: list[Tensor], made: list[Tensor]
     ) -> str | None:
-        tags, here = func.tags, any(x.device == self._device or not self._is_constant(x) for x in given)
-        if torch.Tag.data_dependent_output in tags and here:
+        if not given and not kind.random:
+            return None
+        name, here = kind.name, any(x.device == self._device or not self._is_constant(x) for x in given)
+        if kind.reads and here:
             return READ.format(name=name)
-        if torch.Tag.dynamic_output_shape in tags and (
+        if kind.sized and (
             name not in INDEXING or any(x.dtype in (torch.bool, torch.uint8) for x in tensors_of(args[1:]))
         ):
             return SIZED.format(name=name)
-        if torch.Tag.nondeterministic_seeded in tags:  # the state that attention gives back may be the host's
+        if kind.random:  # the state that attention gives back may be the host's
             return None if _argument(func, DROPOUT, args, kwargs) == 0 else RANDOM.format(name=name)
         if here and any(x.device != self._device for x in made):
             return READ.format(name=name)
@@ -212,20 +252,20 @@ class Recording(TorchDispatchMode):
         self._keep(Operator(torch.ops.aten.clone.default, (x,), {}, (0,)), maker, first)
         return mine
 
-    def _note(self, func: Any, name: str, args: Any, kwargs: Any, given: list[Tensor], made: list[Tensor]) -> None:
+    def _note(self, func: Any, kind: _Kind, args: Any, kwargs: Any, given: list[Tensor], made: list[Tensor]) -> None:
         """Write an operator down, unless it only looks at a tensor otherwise."""
-        first, writes = len(self._bases), func._schema.is_mutable
-        written = list(_written(func, args, kwargs)) if writes else []
+        first, name = len(self._bases), kind.name
+        written = list(_written(func, args, kwargs)) if kind.writes else []
         if name.startswith(MOVING) or any(map(self._is_moved, written)):
             self.refuse(MOVED.format(name=name))
             return
-        if torch.Tag.inplace_view in func.tags:
+        if kind.moves:
             return
         place = self._place_of
         template = mapped(place, args), {key: mapped(place, value) for key, value in kwargs.items()}
-        maker = _Maker(not writes and all(map(self._is_constant, given)))
+        maker = _Maker(not kind.writes and all(map(self._is_constant, given)))
         fresh = tuple([i for i, x in enumerate(made) if self._begins(x)])
-        if self._why or not (fresh or writes):
+        if self._why or not (fresh or kind.writes):
             return
         for x in written:
             if self._roots.get(_storage(x), first) >= first:
@@ -269,13 +309,13 @@ class Recording(TorchDispatchMode):
         """A kernel was launched: told by `enqueue`. made: the compiled kernel, where Triton says."""
         if self._why:
             return
-        with _disable_current_modes():
-            why = _fixed(kernel, grid, args, options)
-            launch = why or Launch.of(kernel, grid, tuple(map(self._argument, args)), options, made)
+        why = _fixed(kernel, grid, args, options)
+        launch = why or Launch.of(kernel, grid, tuple(map(self._argument, args)), options, made)
         if isinstance(launch, str):
             self.refuse(FOREIGN.format(name=getattr(kernel, "__name__", "a kernel"), why=launch))
         elif not self._why:
-            tables = [self._tables.get(_storage(x)) for x in args if isinstance(x, Tensor)]
+            among = args if self._tables else ()
+            tables = [self._tables.get(_storage(x)) for x in among if isinstance(x, Tensor)]
             self._entries.append((launch.beside(*(x for one in tables if one for x in one.read)), NEEDED, range(0)))
 
     def gathered(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -301,6 +341,8 @@ class Recording(TorchDispatchMode):
             self._tables[_storage(table)] = Table(table, list(numbers), placed)
 
     def _argument(self, x: Any) -> Any:
+        if type(x) in NUMBERS:
+            return x
         if isinstance(x, Tensor):
             self._need(x)
             if _storage(x) not in self._roots:
@@ -402,8 +444,8 @@ def _before(x: Tensor) -> int:
 
 def _reach(x: Tensor) -> int:
     """Bytes from a tensor's first element to the end of its last."""
-    if x.numel() == 0:
-        return 0
+    if x.is_contiguous():
+        return x.numel() * x.element_size()
     return (sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) + 1) * x.element_size()
 
 
@@ -421,13 +463,15 @@ def _odd(x: Tensor) -> str:
 
 def _fixed(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> str:
     """Reason for which a launch would be the same for other tensors, or another layer; empty where there is none."""
-    if any(isinstance(x, Tensor) or hasattr(x, "block_shape") for x in options.values()):
+    named = [x for x in options.values() if type(x) not in NUMBERS]
+    if any(isinstance(x, Tensor) or hasattr(x, "block_shape") for x in named):
         return "a tensor is given by its name: pass tensors in the order of the signature"
     if any(isinstance(x, list | tuple | dict) for x in args):
         return "a tuple is among its arguments: pass them one by one"
     if any(isinstance(x, OfLayer) for x in (*grid, *options.values())):
         return "a number of the layer decides how it is compiled, or its grid"
-    for param, x in zip(getattr(kernel, "params", ()), args, strict=False):
+    of_layer = any(type(x) is OfLayer for x in args)
+    for param, x in zip(getattr(kernel, "params", ()) if of_layer else (), args, strict=False):
         if isinstance(x, OfLayer) and not getattr(param, "do_not_specialize", True):
             return f"it is compiled for the value of {param.name}, a number of the layer: name it in do_not_specialize"
     return ""

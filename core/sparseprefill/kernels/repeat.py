@@ -23,6 +23,8 @@ from triton.runtime.jit import JITFunction
 from sparseprefill.mask.recorded import OfLayer
 
 SEVERAL = frozenset((list, tuple))
+NUMBERS = frozenset((int, float, bool, type(None)))
+"""Types of a launch's arguments that are the same in every layer."""
 DESCRIPTORS = 64
 """Descriptors of one launch that are kept, by address: a model's layers have a cache each."""
 SHORT = {torch.ops.aten.empty.memory_format: torch.empty, torch.ops.aten.zeros.default: torch.zeros}
@@ -193,35 +195,16 @@ class Launch:
         """With final places."""
 
         def final(x: Any) -> Any:
+            if type(x) in NUMBERS:
+                return x
             if not isinstance(x, Descriptor):
                 return settled(x)
             base = settled(x.base)
             return Descriptor(x.like, base) if isinstance(base, Place) else x.over(base)
 
         given, more = tuple(map(final, self.arguments)), tuple(map(settled, self.others))
-        made = evolve(self, arguments=given, others=more)
-        return made if self.options is not None else made._lined()
-
-    def _lined(self) -> Self:
-        run, head, encoders = straight(self.compiled)
-        line: list[Any] = [*self.grid, None, *head]
-        numbers = list[tuple[int, Callable[[int], int]]]()
-        pointers, descriptors = list[tuple[int, int, int]](), list[tuple[int, int, int, Descriptor]]()
-        each = iter(encoders or ())
-        for x in self.arguments:
-            here, encode = len(line), next(each) if encoders is not None and _is_descriptor(x) else None
-            if isinstance(x, Place):
-                pointers.append((here, x.root, x.offset))
-            elif isinstance(x, Descriptor):
-                descriptors.append((here, x.base.root, x.base.offset, evolve(x, encode=encode)))
-            elif type(x) is OfLayer:
-                numbers.append((here, x.of))
-            line.append(x if encode is None or isinstance(x, Descriptor) else encode(x))
-            if encode is not None:
-                like = x.like if isinstance(x, Descriptor) else x
-                line += [*like.shape, *like.strides]
-        made = evolve(self, run=run, line=tuple(line), numbers=tuple(numbers))
-        return evolve(made, pointers=tuple(pointers), descriptors=tuple(descriptors))
+        line = {} if self.options is not None else _line_of(self.compiled, self.grid, given)
+        return evolve(self, arguments=given, others=more, **line)
 
     def there(self, layer: int, place: Callable[[Place], Any], descriptor: Callable[[Descriptor], Any]) -> list[Any]:
         """The arguments of a layer, as Triton's own launch takes them."""
@@ -248,6 +231,37 @@ class Launch:
 
         given = self.there(layer, at, lambda x: x.over(_Address(at(x.base), x.base.dtype)))
         self.compiled[self.grid](*given, stream=stream)
+
+
+def _line_of(compiled: Any, grid: tuple[int, ...], arguments: Sequence[Any]) -> dict[str, Any]:
+    """Fields of a launch on a GPU, by what it is launched with."""
+    run, head, encoders = straight(compiled)
+    line: list[Any] = [*grid, None, *head]
+    numbers = list[tuple[int, Callable[[int], int]]]()
+    pointers, descriptors = list[tuple[int, int, int]](), list[tuple[int, int, int, Descriptor]]()
+    each = iter(encoders or ())
+    for x in arguments:
+        if type(x) in NUMBERS:
+            line.append(x)
+            continue
+        here, encode = len(line), next(each) if encoders is not None and _is_descriptor(x) else None
+        if isinstance(x, Place):
+            pointers.append((here, x.root, x.offset))
+        elif isinstance(x, Descriptor):
+            descriptors.append((here, x.base.root, x.base.offset, evolve(x, encode=encode)))
+        elif type(x) is OfLayer:
+            numbers.append((here, x.of))
+        line.append(x if encode is None or isinstance(x, Descriptor) else encode(x))
+        if encode is not None:
+            like = x.like if isinstance(x, Descriptor) else x
+            line += [*like.shape, *like.strides]
+    return {
+        "run": run,
+        "line": tuple(line),
+        "numbers": tuple(numbers),
+        "pointers": tuple(pointers),
+        "descriptors": tuple(descriptors),
+    }
 
 
 def _ran(made: Any) -> bool:
