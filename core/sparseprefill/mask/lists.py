@@ -84,17 +84,21 @@ class IndexLists:
         return self.counts.contiguous(), self.offsets.contiguous(), self.indices
 
     @classmethod
-    def from_map(cls, keep: Tensor) -> IndexLists:
-        """Make lists from a bool map ``[B, H, R, C]`` of any strides; one launch on a GPU, with room for more."""
+    def from_map(cls, keep: Tensor, *, some_long: bool = False) -> IndexLists:
+        """Make lists from a bool map ``[B, H, R, C]`` of any strides; one launch on a GPU, with room for more.
+
+        some_long: as the field.
+        """
         if kernels.serve(keep):
             from sparseprefill.kernels.lists.maps import encode_map
 
-            return cls(*encode_map(keep), same_heads=keep.stride(1) == 0, sound=True)
+            return cls(*encode_map(keep), same_heads=keep.stride(1) == 0, sound=True, some_long=some_long)
         counts = keep.sum(-1, dtype=torch.int32)
         indices = keep.flatten(0, 2).nonzero()[:, 1].to(torch.int32)
         ends = counts.flatten().cumsum(0)
         offsets = (ends - counts.flatten()).view(counts.shape)
-        return cls(counts, offsets, indices if indices.numel() else indices.new_zeros(1), sound=True)
+        indices = indices if indices.numel() else indices.new_zeros(1)
+        return cls(counts, offsets, indices, sound=True, some_long=some_long)
 
     @classmethod
     def from_ranges(cls, first: Tensor, last: Tensor, heads: int, width: int) -> IndexLists:

@@ -250,7 +250,7 @@ class TileMap:
 
             same = not self.by_head and (self.keep is None or self.keep.shape[1] == 1)
             return IndexLists(*encode(*self.kernel_arguments()), same_heads=same, sound=True, some_long=self.some_dense)
-        return evolve(IndexLists.from_map(self.resolved), some_long=self.some_dense)
+        return IndexLists.from_map(self.resolved, some_long=self.some_dense)
 
     @cached_property
     def resolved(self) -> Tensor:
