@@ -1,4 +1,4 @@
-"""Questions at the end of a prompt, with and without the dense tail: ``python -m lab.tail --model MODEL`` (from tests/).
+"""Questions at the end of a prompt, with the dense tail and without: ``python -m lab.tail --model MODEL`` (tests/).
 
 A long text is prefilled by a method, and many questions are asked right behind it, each as the last rows of a prompt of
 its own: with every key, as the dense tail gives them; by the method itself; and by the method looking closer at them
@@ -67,9 +67,9 @@ class Asked:
     """One question, read in one way.
 
     right: which tokens of the right answer are the likeliest, each behind the right ones before it. nll: of the answer,
-    nats a token. kl: KL(dense || this), mean over the last `TAIL` rows of the prompt. last_kl: of its last row. density:
-    pairs computed / causal pairs of the rows that are read behind the text. margin: how far the right answer's first
-    token is above the likeliest other, in nats.
+    nats a token. kl: KL(dense || this), mean over the last `TAIL` rows of the prompt. last_kl: of its last row. margin:
+    how far the right answer's first token is above the likeliest other, in nats. density: pairs computed / causal pairs
+    of the rows that are read behind the text.
     """
 
     text: str
@@ -211,8 +211,8 @@ def _prompt(words: Words, talk: Talk, turn: Turn) -> Ids:
 
 def table(found: Sequence[Asked]) -> Iterator[str]:
     """Lines of Markdown: a row for each way, dense first."""
-    yield "| last rows | pairs of these | whole answers | lost, won | tokens | NLL | margin | KL, last rows | KL, last row |"
-    yield "|---|---:|---:|---:|---:|---:|---:|---:|---:|"
+    yield "| last rows | pairs of these | answers | lost, won | tokens | NLL | margin | KL, last rows | KL, last row |"
+    yield f"|---|{'---:|' * 8}"
     dense = [all(one.right) for one in found if one.way == DENSE]
     for way in dict.fromkeys(one.way for one in found):
         mine = [one for one in found if one.way == way]

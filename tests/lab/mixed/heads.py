@@ -1,8 +1,8 @@
 """Inside a prompt with a dense beginning and a sparse end: ``python -m lab.mixed.heads --model MODEL`` (from tests/).
 
-Why such a prompt copies less than one that is sparse throughout: which of queries, keys and values is to blame, by putting
-in its place what dense attention makes, or what a sparse beginning left; whether one vector of each KV head, taken off the
-keys of the end, gives copies back; and layer by layer and head by head, where the end's rows look.
+Why such a prompt copies less than one that is sparse throughout: which of queries, keys and values is to blame, by
+putting in its place what dense attention makes, or what a sparse beginning left; whether one vector of each KV head,
+taken off the keys of the end, gives copies back; and layer by layer and head by head, where the end's rows look.
 """
 
 from __future__ import annotations
@@ -82,10 +82,10 @@ class Look:
     """Where the rows of a text's end look in one layer, by query head, means over the rows.
 
     far, far_copying: weight on the beginning's keys at least `FAR` tokens away, of rows that copy nothing, and of rows
-    that copy. odds: the mean logarithm of that weight over the rest, of all these rows, nats. front, back: weight of rows
-    that copy on the token that they copy, where it stands in the beginning, and where it stands in the end. front_kept:
-    the first, of what the mask keeps. shift: mean of ``scale q.(k - dense's k)`` over the end's keys that a row may see,
-    less the mean over the beginning's, rotation included: by how much the end's logits are raised by keys alone.
+    that copy. odds: the mean logarithm of that weight over the rest, of all these rows, nats. front, back: weight of
+    rows that copy on the token that they copy, where it stands in the beginning, and where it stands in the end.
+    front_kept: the first, of what the mask keeps. shift: mean of ``scale q.(k - dense's k)`` over the end's keys that a
+    row may see, less the mean over the beginning's, rotation included: by how much keys alone raise the end's logits.
     """
 
     text: str
@@ -298,9 +298,7 @@ class Two:
         """The model with the method, or with dense attention that can be observed."""
         pipeline = self.contender.pipeline if sparse else default_registry().build("dense")
         tail = self.contender.dense_tail if sparse else 0
-        return attach(
-            self.reader.model, pipeline, gate=None, tail=tail, verify=False, recall_every=0, observe=observe
-        )
+        return attach(self.reader.model, pipeline, gate=None, tail=tail, verify=False, recall_every=0, observe=observe)
 
     def _ids(self, text: Prompt) -> tuple[Tensor, int]:
         return torch.tensor([text.ids], device=self.reader.device), int(len(text.ids) * self.first)
@@ -353,7 +351,7 @@ def tapped(reader: Reader, keep: Change, change: Change | None = None) -> Iterat
     try:
         for index, layer in enumerate(reader.decoder.layers):
             for part in PARTS:
-                attention = getattr(layer, "self_attn", None)
+                attention: Any = getattr(layer, "self_attn", None)
                 module = getattr(attention, f"{part}_norm", None) or getattr(attention, f"{part}_proj", None)
                 if module is None:
                     raise ParameterError(f"layer {index} has no {part}_proj: pass a model whose layers have one")
@@ -421,7 +419,8 @@ def by_layer(looks: Sequence[Look], moved: Sequence[Moved]) -> Iterator[str]:
         yield f"| {layer} | {' | '.join([*cells, *(f'{x:+.3f}' for x in shift)])} |"
     for way, each in ((SPARSE, sparse), (MIXED, mixed)):
         moves = torch.tensor([[one["shift"], one["odds"] - dense[key]["odds"]] for key, one in each.items()])
-        yield f"\n{way}: correlation of the logits' shift with the odds', over heads: {float(moves.T.corrcoef()[0, 1]):.2f}"
+        found = float(moves.T.corrcoef()[0, 1])
+        yield f"\n{way}: correlation of the logits' shift with the odds', over heads: {found:.2f}"
 
 
 def by_head(looks: Sequence[Look], count: int) -> Iterator[str]:
@@ -429,7 +428,7 @@ def by_head(looks: Sequence[Look], count: int) -> Iterator[str]:
     every = {way: _heads(looks, way) for way in INSIDE}
     yield (
         "| layer, head | source in the beginning: dense | sparse | mixed | less a shift | kept: sparse | mixed | "
-        "source in the end: dense | sparse | mixed | logits: mixed |\n|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
+        f"source in the end: dense | sparse | mixed | logits: mixed |\n|---|{'---:|' * 10}"
     )
     dense = every[DENSE]
     ranked = sorted(dense, key=lambda key: -(dense[key]["front"] + dense[key]["back"]))[:count]
