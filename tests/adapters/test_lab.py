@@ -163,7 +163,7 @@ def test_a_prompt_in_two_steps(tmp_path: Any) -> None:
 
 def test_inside_a_prompt_with_a_dense_beginning(tmp_path: Any) -> None:
     file = tmp_path / "heads.json"
-    words = ["--tokens", "3072", "--device", "cpu", "--threads", "1", "--first", "0.6", "--rows", "8"]
+    words = ["--tokens", "3072", "--device", "cpu", "--threads", "1", "--first", "0.6", "--rows", "8", "--apart", "4"]
     shown = CliRunner().invoke(heads.app, [*words, "--json", str(file)])
     assert 0 == shown.exit_code, shown.output
     found = json.loads(file.read_text())
@@ -180,7 +180,7 @@ def test_inside_a_prompt_with_a_dense_beginning(tmp_path: Any) -> None:
     assert any(looks[heads.MIXED, 3]["shift"])
     assert 12 == len(found["moved"])
     assert all(-1e-6 <= x <= 1 + 1e-6 for one in found["moved"] for x in one["alike"])
-    wrong = CliRunner().invoke(heads.app, [*words[:-3], "0.99"])
+    wrong = CliRunner().invoke(heads.app, [*words, "--first", "0.99"])
     assert "restates nothing behind it; pass less" in wrong.output
 
 

@@ -189,6 +189,7 @@ def heads(
     texts: Annotated[int, typer.Option(min=1, help="Texts, of all kinds in turn.")] = 1,
     others: Annotated[int, typer.Option(min=1, help="Other texts, by which the shift of the keys is measured.")] = 1,
     rows: Annotated[int, typer.Option(min=1, help="Rows that copy to look at in each layer, at most.")] = 256,
+    apart: Annotated[int, typer.Option(min=1, help="Of so many rows one is compared for the KL.")] = 1,
     copying: Annotated[int, typer.Option(min=1, help="Heads to show, by their weight on what is copied.")] = 12,
     seed: Seed = 100,
     device: Device = "auto",
@@ -202,32 +203,39 @@ def heads(
     read: list[Read] = []
     looks: list[Look] = []
     moved: list[Moved] = []
+
+    def figures() -> dict[str, Any]:
+        about = {"model": model or "embedded", "method": contender.name, "parameters": dict(contender.parameters)}
+        more = {"tokens": tokens, "first": first, "others": others, "seed": seed, "dtype": place.dtype_name}
+        lists = {"read": [*map(asdict, read)], "looks": [*map(asdict, looks)], "moved": [*map(asdict, moved)]}
+        return facts.about(place.device, **about, **more, **lists)
+
     with place.threaded(), torch.inference_mode():
         source = Source.of(model, place)
         chosen = built_in(source.tokenizer, tokens, texts, seed)
-        apart = built_in(source.tokenizer, tokens, others, seed + 1000)
-        two = Two(Reader(source.load()), contender, first, rows)
-        shift = two.shift_of(apart)
+        two = Two(Reader(source.load()), contender, first, rows, apart)
+        shift = two.shift_of(built_in(source.tokenizer, tokens, others, seed + 1000))
         for text in chosen:
             typer.echo(f"{text.name}:")
             for one in two.read(text, shift, looks, moved):
                 read.append(one)
                 typer.echo(f"  {one.way}: {one.copies} of {one.of}, NLL {one.nll:.4f}, KL {one.kl:.4f}")
+            if json is not None and str(json) != "-":
+                write_figures(json, figures())
     typer.echo("\n".join((*by_way(read), "", *by_layer(looks, moved), "", *by_head(looks, copying))))
-    about = {"model": model or "embedded", "method": contender.name, "parameters": dict(contender.parameters)}
-    more = {"tokens": tokens, "first": first, "others": others, "seed": seed, "dtype": place.dtype_name}
-    lists = {"read": [*map(asdict, read)], "looks": [*map(asdict, looks)], "moved": [*map(asdict, moved)]}
-    write_figures(json, facts.about(place.device, **about, **more, **lists))
+    write_figures(json, figures())
 
 
 @frozen
 class Two:
-    """Reader of prompts in two steps. first: share of the first. most: rows that copy to look at."""
+    """Reader of prompts in two steps. first: share of the first. most: rows that copy to look at. apart: of so many
+    rows one is compared for the KL."""
 
     reader: Reader
     contender: Contender
     first: float
     most: int
+    apart: int
 
     def shift_of(self, texts: Sequence[Prompt]) -> Made:
         """By layer, the mean difference ``[Hkv, D]`` of the end's keys from dense's behind a dense beginning, before
@@ -286,12 +294,12 @@ class Two:
                 ]
             if way.name == MIXED:
                 ends.update({key: (one.float() - parts[key].float()).mean(0) for key, one in made.items()})
-            at = torch.tensor(asked) - 1 - cut
+            at, compared = torch.tensor(asked) - 1 - cut, slice(0, -TAIL, self.apart)
             mine, wanted = found[at], ids[0, asked]
             yield Read(
                 text.name, way.name, int((mine.argmax(-1) == wanted).sum()), len(asked),
                 float(surprises(mine, wanted).mean()),
-                compare(dense.part(slice(-TAIL)), found.part(slice(-TAIL))).kl,
+                compare(dense.part(compared), found.part(compared)).kl,
             )  # fmt: skip
 
     def attached(self, sparse: bool, observe: Watch | None = None) -> Any:
