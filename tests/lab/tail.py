@@ -115,6 +115,13 @@ def tail(
     place = Place.of(device, dtype.value, threads)
     found: list[Asked] = []
     pairs: list[float] = []
+
+    def figures() -> dict[str, Any]:
+        about = {"model": model or "embedded", "task": task, "method": contender.name}
+        more = {"parameters": dict(contender.parameters), "closer": changed, "tokens": tokens, "seed": seed}
+        made = {"dtype": place.dtype_name, "density": fmean(pairs), "questions": [*map(asdict, found)]}
+        return facts.about(place.device, **about, **more, **made)
+
     with place.threaded(), torch.inference_mode():
         source = Source.of(model, place)
         source.check_tokens(tokens)
@@ -130,16 +137,10 @@ def tail(
             found += rows
             pairs.append(density)
             typer.echo(f"{talk.name}: {len(talk.ids)} tokens, {density:.1%} of the pairs")
-    shown = table(found)
-    typer.echo("\n".join(shown))
-    about = {"model": model or "embedded", "task": task, "method": contender.name, "parameters": contender.parameters}
-    write_figures(
-        json,
-        facts.about(
-            place.device, **about, closer=changed, tokens=tokens, dtype=place.dtype_name, seed=seed,
-            density=fmean(pairs), questions=[*map(asdict, found)],
-        ),
-    )  # fmt: skip
+            if json is not None and str(json) != "-":
+                write_figures(json, figures())
+    typer.echo("\n".join(table(found)))
+    write_figures(json, figures())
 
 
 def read(reader: Reader, words: Words, talk: Talk, ways: Sequence[Way]) -> tuple[list[Asked], float]:
