@@ -176,6 +176,7 @@ def test_inside_a_prompt_with_a_dense_beginning(tmp_path: Any) -> None:
     assert {(way, layer) for way in heads.INSIDE for layer in range(6)} == set(looks)
     assert all(0 <= x <= 1 for one in looks.values() for x in (*one["far"], *one["front"], *one["front_kept"]))
     assert [0.0] * 4 == looks[heads.DENSE, 3]["shift"]
+    assert 0 < sum(looks[heads.DENSE, 3]["rows"]) <= 8
     assert looks[heads.DENSE, 3]["front"] == pytest.approx(looks[heads.DENSE, 3]["front_kept"]), "dense keeps all"
     assert any(looks[heads.MIXED, 3]["shift"])
     assert 12 == len(found["moved"])
@@ -196,6 +197,7 @@ def test_what_is_seen_of_a_shift_of_all_keys() -> None:
         watches.append(heads.Watch("text", "way", 384, {444: 7}, rows, {2: k}))
         watches[-1](call, pipeline.run(call))
     none, behind, alike = (one.found[0] for one in watches)
+    assert (1, 0) == none.rows
     raised = torch.einsum("hrd,hrd->hr", q[0, :, [387, 444]], vector.repeat_interleave(2, 0).expand(-1, 2, -1))
     assert behind.shift == pytest.approx((raised.mean(1) * 32**-0.5).tolist(), rel=1e-4)
     assert alike.shift == pytest.approx([0.0] * 4, abs=1e-5)

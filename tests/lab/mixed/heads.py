@@ -42,8 +42,8 @@ OTHERS = 64
 """Rows that copy nothing and are looked at as well, spread over the end."""
 PARTS = ("q", "k", "v")
 DENSE, SPARSE, MIXED = "dense, dense", "sparse, sparse", "dense, sparse"
-OFF = "dense, sparse, less another text's shift"
-INSIDE = (DENSE, SPARSE, MIXED, OFF)
+OFF, OWN = "dense, sparse, less another text's shift", "dense, sparse, less its own shift"
+INSIDE = (DENSE, SPARSE, MIXED, OWN)
 """Ways whose heads are looked at."""
 Made = dict[tuple[int, str], Tensor]
 """Queries, keys or values of a layer ``[n, heads, D]`` as its projection makes them: before rotation."""
@@ -86,6 +86,7 @@ class Look:
     rows that copy on the token that they copy, where it stands in the beginning, and where it stands in the end.
     front_kept: the first, of what the mask keeps. shift: mean of ``scale q.(k - dense's k)`` over the end's keys that a
     row may see, less the mean over the beginning's, rotation included: by how much keys alone raise the end's logits.
+    rows: how many copy from the beginning, and from the end; 0 stands where there are none.
     """
 
     text: str
@@ -98,6 +99,7 @@ class Look:
     back: tuple[float, ...]
     front_kept: tuple[float, ...]
     shift: tuple[float, ...]
+    rows: tuple[int, int]
 
 
 @frozen
@@ -169,6 +171,7 @@ class Watch:
                         ("source", back_rows), ("kept", front_rows), ("raised", place >= -1),
                     )
                 ),
+                (int(front_rows.sum()), int(back_rows.sum())),
             )
         )  # fmt: skip
 
@@ -187,7 +190,7 @@ def heads(
     tokens: Annotated[int, typer.Option(min=SHORTEST, help="Tokens of a text.")] = 8192,
     first: Annotated[float, typer.Option(min=0.01, max=0.99, help="Share of the tokens in the first step.")] = 0.75,
     texts: Annotated[int, typer.Option(min=1, help="Texts, of all kinds in turn.")] = 1,
-    others: Annotated[int, typer.Option(min=1, help="Other texts, by which the shift of the keys is measured.")] = 1,
+    others: Annotated[int, typer.Option(min=0, help="Other texts, by which the keys' shift is measured; 0: none.")] = 1,
     rows: Annotated[int, typer.Option(min=1, help="Rows that copy to look at in each layer, at most.")] = 256,
     apart: Annotated[int, typer.Option(min=1, help="Of so many rows one is compared for the KL.")] = 1,
     copying: Annotated[int, typer.Option(min=1, help="Heads to show, by their weight on what is copied.")] = 12,
@@ -345,8 +348,9 @@ def ways(shift: Made, parts: Made, own: Made) -> Iterator[Way]:
     yield Way("dense, sparse, dense's queries", change=dense("q"))
     yield Way("dense, sparse, dense's keys", change=dense("k"))
     yield Way("dense, sparse, dense's values", change=dense("v"))
-    yield Way(OFF, change=less(shift))
-    yield Way("dense, sparse, less its own shift", change=less(own))
+    if shift:
+        yield Way(OFF, change=less(shift))
+    yield Way(OWN, change=less(own))
 
 
 @contextmanager
@@ -435,7 +439,7 @@ def by_head(looks: Sequence[Look], count: int) -> Iterator[str]:
     """Lines of Markdown: the heads that give most weight to what is copied, by dense attention."""
     every = {way: _heads(looks, way) for way in INSIDE}
     yield (
-        "| layer, head | source in the beginning: dense | sparse | mixed | less a shift | kept: sparse | mixed | "
+        "| layer, head | source in the beginning: dense | sparse | mixed | less its shift | kept: sparse | mixed | "
         f"source in the end: dense | sparse | mixed | logits: mixed |\n|---|{'---:|' * 10}"
     )
     dense = every[DENSE]
@@ -457,7 +461,7 @@ NAMES = ("far_all", "odds", "front", "back", "front_kept", "shift")
 
 
 def _heads(looks: Sequence[Look], way: str) -> dict[tuple[int, int], dict[str, float]]:
-    """By layer and query head, means over texts."""
+    """By layer and query head: means over texts, those of what is copied over its rows."""
     found: dict[tuple[int, int], list[Look]] = {}
     for one in looks:
         if one.way == way:
@@ -466,7 +470,12 @@ def _heads(looks: Sequence[Look], way: str) -> dict[tuple[int, int], dict[str, f
     return {
         key: {
             "far_all": fmean((one.far[key[1]] + one.far_copying[key[1]]) / 2 for one in some),
-            **{name: fmean(getattr(one, name)[key[1]] for one in some) for name in NAMES[1:]},
+            **{name: fmean(getattr(one, name)[key[1]] for one in some) for name in ("odds", "shift")},
+            **{
+                name: sum(getattr(one, name)[key[1]] * one.rows[side] for one in some)
+                / max(1, sum(one.rows[side] for one in some))
+                for name, side in (("front", 0), ("front_kept", 0), ("back", 1))
+            },
         }
         for key, some in found.items()
     }
