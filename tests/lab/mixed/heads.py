@@ -163,17 +163,19 @@ class Watch:
         copying, front_rows, back_rows = place >= 0, (place >= 0) & (place < self.cut), place >= self.cut
         self.found.append(
             Look(
-                self.text, self.way, call.layer,
-                *(
-                    _mean(whole[name], rows)
-                    for name, rows in (
-                        ("far", ~copying), ("far", copying), ("odds", place >= -1), ("source", front_rows),
-                        ("source", back_rows), ("kept", front_rows), ("raised", place >= -1),
-                    )
-                ),
-                (int(front_rows.sum()), int(back_rows.sum())),
+                text=self.text,
+                way=self.way,
+                layer=call.layer,
+                far=_mean(whole["far"], ~copying),
+                far_copying=_mean(whole["far"], copying),
+                odds=_mean(whole["odds"], place >= -1),
+                front=_mean(whole["source"], front_rows),
+                back=_mean(whole["source"], back_rows),
+                front_kept=_mean(whole["kept"], front_rows),
+                shift=_mean(whole["raised"], place >= -1),
+                rows=(int(front_rows.sum()), int(back_rows.sum())),
             )
-        )  # fmt: skip
+        )
 
 
 def _mean(values: Tensor, rows: Tensor) -> tuple[float, ...]:
