@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from typing import Any
 
@@ -14,11 +15,15 @@ from attrs import evolve
 from sparseprefill.plugins.rowmax import RowMaxConfig
 from typer.testing import CliRunner
 
-from lab import long, mixed, overhead, recall_cost, skip_share, wide
+import sparseprefill as sp
+from lab import long, overhead, recall_cost, skip_share, tail, wide
 from lab.bench.case import parse_mask, random_mask
 from lab.bench.clock import Clock
 from lab.bench.shape import ModelShape
 from lab.frontier import by_layer
+from lab.losses.__main__ import weights_of
+from lab.mixed import __main__ as mixed
+from lab.mixed import heads
 from lab.rowmax import bounds, rules
 from sparseprefill import AttentionCall, Memory, ParameterError
 from sparseprefill.testing import head_tensors
@@ -154,3 +159,77 @@ def test_a_prompt_in_two_steps(tmp_path: Any) -> None:
     assert 1 == early["density"], "of the second step, which is dense"
     wrong = CliRunner().invoke(mixed.app, [*words[:-1], "0.99"])
     assert "restates nothing behind it; pass less" in wrong.output
+
+
+def test_inside_a_prompt_with_a_dense_beginning(tmp_path: Any) -> None:
+    file = tmp_path / "heads.json"
+    words = ["--tokens", "3072", "--device", "cpu", "--threads", "1", "--first", "0.6", "--rows", "8", "--apart", "4"]
+    shown = CliRunner().invoke(heads.app, [*words, "--json", str(file)])
+    assert 0 == shown.exit_code, shown.output
+    found = json.loads(file.read_text())
+    read = {one["way"]: one for one in found["read"]}
+    assert 10 == len(read)
+    assert 0 == read[heads.DENSE]["kl"]
+    assert all(0 < one["kl"] for way, one in read.items() if way != heads.DENSE)
+    assert len({one["nll"] for one in read.values()}) == len(read), "each way changes something"
+    looks = {(one["way"], one["layer"]): one for one in found["looks"]}
+    assert {(way, layer) for way in heads.INSIDE for layer in range(6)} == set(looks)
+    assert all(0 <= x <= 1 for one in looks.values() for x in (*one["far"], *one["front"], *one["front_kept"]))
+    assert [0.0] * 4 == looks[heads.DENSE, 3]["shift"]
+    assert 0 < sum(looks[heads.DENSE, 3]["rows"]) <= 8
+    assert looks[heads.DENSE, 3]["front"] == pytest.approx(looks[heads.DENSE, 3]["front_kept"]), "dense keeps all"
+    assert any(looks[heads.MIXED, 3]["shift"])
+    assert 12 == len(found["moved"])
+    assert all(-1e-6 <= x <= 1 + 1e-6 for one in found["moved"] for x in one["alike"])
+    wrong = CliRunner().invoke(heads.app, [*words, "--first", "0.99"])
+    assert "restates nothing behind it; pass less" in wrong.output
+
+
+def test_what_is_seen_of_a_shift_of_all_keys() -> None:
+    """Of keys that one vector moves: a row's logits against those of the beginning, and the weight on its source."""
+    q, k, v = head_tensors(q_len=512, heads=4, kv_heads=2, head_dim=32)
+    vector = torch.randn(2, 1, 32, generator=torch.Generator().manual_seed(1))
+    end = torch.arange(512)[:, None] >= 384
+    pipeline, rows = sp.build("dense"), [3, 60]
+    watches = []
+    for moved in (k, k + vector * end, k + vector):
+        call = AttentionCall(q[:, :, 384:], moved, v, layer=2)
+        watches.append(heads.Watch("text", "way", 384, {444: 7}, rows, {2: k}))
+        watches[-1](call, pipeline.run(call))
+    none, behind, alike = (one.found[0] for one in watches)
+    assert (1, 0) == none.rows
+    raised = torch.einsum("hrd,hrd->hr", q[0, :, [387, 444]], vector.repeat_interleave(2, 0).expand(-1, 2, -1))
+    assert behind.shift == pytest.approx((raised.mean(1) * 32**-0.5).tolist(), rel=1e-4)
+    assert alike.shift == pytest.approx([0.0] * 4, abs=1e-5)
+    assert alike.front == pytest.approx(none.front, rel=1e-4), "what all keys have cancels"
+    call = AttentionCall(q[:, :, 384:], k, v)
+    assert weights_of(call, torch.tensor([60]))[0, :, 0, 7].tolist() == pytest.approx(none.front, rel=1e-5)
+    for head in range(4):
+        far, logit = none.far[head], math.log(none.far[head] / (1 - none.far[head]))
+        assert 0 < far < 1
+        both = (logit + math.log(none.far_copying[head] / (1 - none.far_copying[head]))) / 2
+        assert both == pytest.approx(none.odds[head], rel=1e-4)
+
+
+def test_questions_at_the_end_with_and_without_the_tail(tmp_path: Any) -> None:
+    file = tmp_path / "tail.json"
+    words = ["--tokens", "1536", "--device", "cpu", "--threads", "1", "--questions", "2"]
+    everything = ["--method", "streaming", *(f"--set=streaming.{name}=64" for name in ("sink", "window", "block"))]
+    shown = CliRunner().invoke(
+        tail.app, [*words, *everything, "--closer", "streaming.window=4096", "--json", str(file)]
+    )
+    assert 0 == shown.exit_code, shown.output
+    found = json.loads(file.read_text())
+    dense, with_tail, without, closer = (found["questions"][index : index + 2] for index in range(0, 8, 2))
+    assert 0 < found["density"] < 1
+    assert all(0 == one["kl"] and 1 == one["density"] for one in dense)
+    for one, two, three in zip(with_tail, without, closer, strict=True):
+        assert two["density"] < one["density"] <= three["density"] == 1
+        assert one["last_kl"] == pytest.approx(three["last_kl"], abs=1e-5), "every key, either way"
+        assert one["kl"] < two["kl"]
+    assert "| streaming, tail=0, streaming.window=4096 in the last rows | 100.0% |" in shown.output
+    asked = CliRunner().invoke(tail.app, [*words, "--task", "requests", "--closer", "every=4", "--json", str(file)])
+    assert 0 == asked.exit_code, asked.output
+    assert 4 * 2 == len(json.loads(file.read_text())["questions"])
+    wrong = CliRunner().invoke(tail.app, ["--tokens", "1024", "--device", "cpu"])
+    assert "--tokens 1024: tokens is" in wrong.output
