@@ -643,3 +643,18 @@ def test_a_driver_gets_from_a_step_what_triton_gives_it(seed: int) -> None:
     assert found.pop("compared") > 150
     refused = "a launch of mixed_kernel cannot be repeated: some of its arguments have defaults"
     assert found == {"refused": [refused], "unlike": []}
+
+
+def test_a_compiled_function_is_recorded_and_nothing_of_ours_is_compiled_for_it() -> None:
+    from torch._dynamo.utils import counters
+
+    @torch.compile(backend="eager")
+    def wave(x: Tensor) -> Tensor:
+        return (x * 2).sin() + 1
+
+    x = drawn(100)
+    wave(x)
+    counters.clear()
+    step = made(lambda x: [wave(x)], x)
+    holds(lambda x: [wave(x)], x, step=step)
+    assert not counters["frames"]

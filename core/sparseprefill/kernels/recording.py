@@ -197,10 +197,6 @@ class Recording(TorchDispatchMode):
         self._sizes.append(_memory(x))
         return True
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is recorded while torch compiles, and its guard takes each operator as long as all else
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, kind = kwargs or {}, _kind(func)
         if kind.decomposes:  # in inference mode it comes as it is, and what it does would not be seen
