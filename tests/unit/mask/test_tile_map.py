@@ -63,9 +63,9 @@ def test_a_chain_of_refiners_makes_lists_once(monkeypatch: pytest.MonkeyPatch) -
     made: list[int] = []
     one = IndexLists.from_map
 
-    def counted(keep: torch.Tensor) -> IndexLists:
+    def counted(keep: torch.Tensor, **more: bool) -> IndexLists:
         made.append(1)
-        return one(keep)
+        return one(keep, **more)
 
     monkeypatch.setattr(IndexLists, "from_map", counted)
     plan = sp.Plan(sp.SparseMask.from_tiles(call, torch.zeros(8, 8, dtype=torch.bool), 8))
