@@ -68,7 +68,7 @@ READS_FP8 = 16, 32
 FEW_BLOCKS = 128
 """Query blocks of a head up to which their lists are looked at (see `_pieces`)."""
 MOST_ITEMS = 1 << 15
-"""Query blocks of all heads up to which those of whole prompts are: beyond, comparing them takes as long as it saves."""
+"""Query blocks of all heads up to which those of whole prompts are, a round guess: each pair of them is compared."""
 LEAST_STEPS = 16
 """Steps of the shortest piece: each costs what two steps do, its state written and read again."""
 LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
