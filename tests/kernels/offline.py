@@ -388,6 +388,18 @@ class Target:
         return torch.device("cpu")
 
 
+@frozen
+class Launcher:
+    """Triton's of a kernel, of one that needs scratch memory, so that no step goes round it (`repeat.straight`)."""
+
+    launched: Callable[..., None]
+    global_scratch_size: int = 1
+    profile_scratch_size: int = 0
+
+    def __call__(self, *arguments: Any) -> None:
+        self.launched(*arguments)
+
+
 class Loading(Target):
     """Also loads what was compiled, known by its bytes, and gives each launch to `launched`."""
 
@@ -398,8 +410,8 @@ class Loading(Target):
     def load_binary(self, name: str, code: bytes, shared: int, device: int) -> tuple[Any, ...]:
         return 1, (name, hash(code)), 0, 0, 1024
 
-    def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
-        return self.launched
+    def launcher_cls(self, source: Any, metadata: Any) -> Launcher:
+        return Launcher(self.launched)
 
 
 class Properties:

@@ -172,7 +172,7 @@ def below(call: AttentionCall, mask: SparseMask, least: float = BELOW_16, carry:
 def check(kernel: Family, call: AttentionCall, plan: Plan, truth: AttentionCall | None = None) -> Result:
     """The kernel's own count, and output and LSE, are those of the pairs that its rows voted for."""
     result = TRITON.execute(call, plan)
-    assert [str(one) for one in result.kernels] == [kernel.name]
+    assert [one.name for one in result.kernels] == [kernel.name]
     assert result.skipped is not None
     whole = call if truth is None else truth
     keep = computed(whole, result)
