@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sparseprefill.kernels.roles.arguments import Sizes
-from sparseprefill.kernels.roles.gluon import barrier, load_block
+from sparseprefill.kernels.roles.gluon import barrier, load_block, reinterpret
 from sparseprefill.kernels.roles.paging import batch_row
 from sparseprefill.kernels.roles.ring import advance
 from sparseprefill.kernels.settings import FUSED, power_of_two
@@ -32,6 +32,9 @@ from .kernels import HOPPER_TILE, LARGEST, NORM, RUNTIME
 
 TILE = gl.constexpr(HOPPER_TILE)
 """Keys of a tile, and sampled rows of a consumer."""
+AT_ONCE = gl.constexpr(32)
+"""Of them, those that are rounded at once."""
+FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 OPTIONS = {"STAGES": 6, "REGISTERS": (232, 24), "num_warps": 4, **FUSED}
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -43,6 +46,14 @@ class Tiles(NamedTuple):
     smem: Any
     ready: Any
     empty: Any
+
+
+class Queries(NamedTuple):
+    """Sampled rows of both consumers in shared memory, AT_ONCE by AT_ONCE: in e4m3 ``[2 * BLOCK / AT_ONCE, AT_ONCE, D]``, and
+    float32 ``[2 * BLOCK / AT_ONCE, AT_ONCE]``, what undoes the power of two that each was rounded with."""
+
+    smem: Any
+    inverse: Any
 
 
 class Span(NamedTuple):
@@ -196,38 +207,37 @@ def _multiply(q, tiles, stage, phase, zero):
 
 @gluon.jit
 def _round_queries(
-    smem,
-    q_ptr,
-    stride_qn,
-    block,
-    lines,
-    EVERY: gl.constexpr,
-    SHIFT: gl.constexpr,
-    D: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-):
-    """Puts a block's rows into shared memory in e4m3, each times a power of two. Returns the inverse of that."""
+    NUMBER: gl.constexpr, q_ptr, stride_qn, queries, block, lines,
+    EVERY: gl.constexpr, SHIFT: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr,
+):  # fmt: skip
+    """Puts a block's rows into shared memory in e4m3, each times a power of two, and the inverse of that beside them.
+
+    Some rows after others: written out for all at once it is code that takes longer to be fetched than to run.
+    """
     by_row: gl.constexpr = gl.BlockedLayout([1, 16], [512 // BLOCK_D, BLOCK_D // 16], [4, 1], [1, 0])
-    number = block * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(1, by_row))
-    position = _position(number, lines, EVERY, SHIFT)
-    real = (position >= lines.low) & (position < lines.high)
     dims = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, by_row))
-    at = q_ptr + (position - lines.first).to(gl.int64)[:, None] * stride_qn + dims[None, :]
-    q = gl.load(at, mask=real[:, None] & (dims < D)[None, :], other=0.0).to(gl.float32)  # [BLOCK, D]
-    largest = gl.max(gl.abs(q), 1)
-    part = q / gl.where(largest > 0.0, largest, 1.0)[:, None]
-    norm = largest * gl.sqrt(gl.sum(part * part, 1))
-    power = gl.floor(gl.log2(1.0 / gl.where(norm > 0.0, norm, 1.0) * NORM))
-    power = gl.minimum(gl.maximum(power, -100.0), 100.0)
-    smem.store(gl.minimum(gl.maximum(q * gl.exp2(power)[:, None], -448.0), 448.0).to(gl.float8e4nv))
+    for i in range(TILE // AT_ONCE):
+        number = block * TILE + i * AT_ONCE + gl.arange(0, AT_ONCE, layout=gl.SliceLayout(1, by_row))
+        position = _position(number, lines, EVERY, SHIFT)
+        real = (position >= lines.low) & (position < lines.high)
+        at = q_ptr + (position - lines.first).to(gl.int64)[:, None] * stride_qn + dims[None, :]
+        q = gl.load(at, mask=real[:, None] & (dims < D)[None, :], other=0.0).to(gl.float32)  # [AT_ONCE, D]
+        largest = gl.max(gl.abs(q), 1)
+        part = q / gl.where(largest > 0.0, largest, 1.0)[:, None]
+        norm = largest * gl.sqrt(gl.sum(part * part, 1))
+        power = gl.floor(gl.log2(1.0 / gl.where(norm > 0.0, norm, 1.0) * NORM))
+        power = gl.minimum(gl.maximum(power, -100.0), 100.0)
+        q = gl.minimum(gl.maximum(q * gl.exp2(power)[:, None], -448.0), 448.0)
+        place = NUMBER * (TILE // AT_ONCE) + i
+        queries.smem.index(place).store(q.to(gl.float8e4nv))
+        queries.inverse.index(place).store(gl.exp2(-power))
     fence_async_shared()
     barrier()
-    return gl.exp2(-power)
 
 
 @gluon.jit
 def _consume(
-    NUMBER: gl.constexpr, q_ptr, stride_qn, q_smem, tiles, span, lines, out, logits,
+    NUMBER: gl.constexpr, q_ptr, stride_qn, queries, tiles, span, lines, out, logits,
     WIDTH: gl.constexpr, QUADS: gl.constexpr, COLUMN: gl.constexpr,
     EVERY: gl.constexpr, SHIFT: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -237,22 +247,22 @@ def _consume(
     own: gl.constexpr = rows if WIDTH == TILE else gl.SliceLayout(1, COLUMN)
     PER: gl.constexpr = TILE // EVERY
     block = lines.block + NUMBER
-    inverse = _round_queries(q_smem.index(NUMBER), q_ptr, stride_qn, block, lines, EVERY, SHIFT, D, BLOCK_D)
-    scales = gl.convert_layout(inverse, own) * logits.scale
-    position = _position(block * TILE + gl.arange(0, TILE, layout=rows), lines, EVERY, SHIFT)
-    number = block * TILE + gl.arange(0, TILE, layout=own)
-    first = lines.tile + block * TILE // PER  # query tile of the first row
-    clear = gl.maximum(first, 0)
-    last = gl.minimum(
-        gl.minimum(lines.tile + (block * TILE + TILE - 1) // PER + 1, (lines.high + TILE - 1) // TILE), span.last
-    )
-    if block >= out.blocks:
-        last = 0
-    line = out.maxima + number // PER * out.reach * PER + number % PER
     level = gl.full([TILE], float("-inf"), gl.float32, own)
     total = gl.full([TILE], 0.0, gl.float32, own)
     if span.count > 0:
-        q = q_smem.index(NUMBER)
+        _round_queries(NUMBER, q_ptr, stride_qn, queries, block, lines, EVERY, SHIFT, D, BLOCK_D)
+        scales = reinterpret(queries.inverse, gl.float32, [2, TILE], FLAT).index(NUMBER).load(own) * logits.scale
+        position = _position(block * TILE + gl.arange(0, TILE, layout=rows), lines, EVERY, SHIFT)
+        number = block * TILE + gl.arange(0, TILE, layout=own)
+        first = lines.tile + block * TILE // PER  # query tile of the first row
+        clear = gl.maximum(first, 0)
+        last = gl.minimum(
+            gl.minimum(lines.tile + (block * TILE + TILE - 1) // PER + 1, (lines.high + TILE - 1) // TILE), span.last
+        )
+        if block >= out.blocks:
+            last = 0
+        line = out.maxima + number // PER * out.reach * PER + number % PER
+        q = reinterpret(queries.smem, gl.float8e4nv, [2, TILE, BLOCK_D], queries.smem.layout).index(NUMBER)
         zero = gl.full([TILE, TILE], 0.0, gl.float16, layout)
         stage = 0
         phase = 0
@@ -348,7 +358,11 @@ def hopper_maxima_kernel(
     span = Span(begin, last, count)
     bar: gl.constexpr = mbarrier.MBarrierLayout()
     shared: gl.constexpr = descriptor.layout
-    q_smem = gl.allocate_shared_memory(gl.float8e4nv, [2, TILE, BLOCK_D], shared)
+    ROUNDS: gl.constexpr = 2 * TILE // AT_ONCE
+    queries = Queries(
+        gl.allocate_shared_memory(gl.float8e4nv, [ROUNDS, AT_ONCE, BLOCK_D], shared),
+        gl.allocate_shared_memory(gl.float32, [ROUNDS, AT_ONCE], FLAT),
+    )
     k_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, TILE, BLOCK_D], shared)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
@@ -370,9 +384,9 @@ def hopper_maxima_kernel(
     logits = Logits(scale, factors_ptr + (b * kv_heads + kv).to(gl.int64) * columns, cap)
     gl.warp_specialize(
         [
-            (_consume, (0, q_ptr, stride_qn, q_smem, tiles, span, lines, out, logits,
+            (_consume, (0, q_ptr, stride_qn, queries, tiles, span, lines, out, logits,
                         WIDTH, QUADS, COLUMN, EVERY, SHIFT, D, BLOCK_D, STAGES)),
-            (_consume, (1, q_ptr, stride_qn, q_smem, tiles, span, lines, out, logits,
+            (_consume, (1, q_ptr, stride_qn, queries, tiles, span, lines, out, logits,
                         WIDTH, QUADS, COLUMN, EVERY, SHIFT, D, BLOCK_D, STAGES)),
             (_produce, (descriptor, line, tiles, span, BLOCK_D, STAGES)),
         ],

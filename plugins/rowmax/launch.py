@@ -33,9 +33,9 @@ from .maxima import LINES, MAXIMA, Sampling, sampling
 
 H100 = 132
 """Its multiprocessors."""
-FEWEST, MOST_PARTS, ENDS = 8, 64, 4
+FEWEST, MOST_PARTS, ENDS = 8, 64, 12
 """Of programs that share the keys of their rows: key tiles of one at least, programs of a row at most, and the time
-that each takes at its ends, in tiles."""
+that each takes at its ends, in tiles (H200: at 8,192 tokens 46 us in 4 parts, 63 in 5, docs/performance.md)."""
 ENTRIES, WIDEST = 8192, 512
 """Maxima that a program chooses from at once, and columns of one row."""
 CHOOSERS = 2048
@@ -117,7 +117,8 @@ def _chosen(call: AttentionCall, config: RowMaxConfig, dtype: torch.dtype, *, ap
     at_once = max(16, min(WIDEST, ENTRIES // (members * lines)))
     for first, count, behind in goes:
         blocks = cdiv(count * per, height)
-        parts = _parts(pairs * cdiv(blocks, 2), behind, _at_once(q.device))
+        seen = tuple(min(before + first + cdiv(end * height, per), behind) for end in range(2, blocks + 2, 2))
+        parts = _parts(seen, pairs, _at_once(q.device))
         place = (geometry.heads, group, call.first_head, first, blocks, behind * each)
         sums = torch.empty(pairs * blocks * parts * height, dtype=torch.float32, device=q.device)
         numbers = (*sizes, *place, geometry.tile_columns(tile), cdiv(behind, parts))
@@ -152,13 +153,20 @@ def _at_once(device: torch.device) -> int:
 
 
 @cache
-def _parts(rows: int, behind: int, programs: int) -> int:
-    """Programs among which the key tiles of the same rows are shared: so many that the last round of all of them has
-    few idle. rows: programs beside each other; behind: key tiles; programs: that run at once."""
+def _parts(seen: tuple[int, ...], heads: int, programs: int) -> int:
+    """Programs among which the key tiles of the same rows are shared, so that the launch is over soonest.
 
-    def length(parts: int) -> int:
+    seen: key tiles of each two blocks of a head, which are a program's. programs: that run at once.
+    """
+    behind = max(seen)
+
+    def length(parts: int) -> float:
         """Key tiles that pass until the last program is done, what each takes at its ends among them."""
-        return cdiv(rows * parts, programs) * (cdiv(behind, parts) + ENDS)
+        each = cdiv(behind, parts)
+        made = heads * sum(cdiv(tiles, each) for tiles in seen)  # others see no key
+        if made <= programs:
+            return each + ENDS
+        return (heads * sum(seen) + made * ENDS) / programs + (each + ENDS) / 2  # half of the last round idles
 
     return min(range(1, max(1, min(MOST_PARTS, behind // FEWEST)) + 1), key=length)
 

@@ -106,17 +106,17 @@ def pages(cache: Tensor, table: Tensor, keys: int) -> Pages:
     return pages_of(cache, WIDTH, table, keys, dtype=DTYPE)
 
 
-def drawn(keys: Tensor, items: Tensor | None, least: int, programs: int, in_order: bool = False) -> Tensor:
+def drawn(keys: Tensor, items: Tensor | None, least: int, programs: int) -> Tensor:
     """Draws of programs, of which the launch that makes it is noted alone."""
-    order.draws(keys, items, least, programs, in_order)
+    order.draws(keys, items, least, programs)
     return torch.zeros(1 + 2 * keys.numel(), dtype=torch.int32)
 
 
 def drawn_of_lists(
-    counts: Tensor, more: Tensor | None, ratio: int, per: int, least: int, programs: int, in_order: bool = False
+    counts: Tensor, more: Tensor | None, ratio: int, per: int, least: int, programs: int
 ) -> Tensor:
     """The same of lists."""
-    order.draws_of_lists(counts, more, ratio, per, least, programs, in_order)
+    order.draws_of_lists(counts, more, ratio, per, least, programs)
     return torch.zeros(1 + 2 * counts.numel() * per, dtype=torch.int32)
 
 

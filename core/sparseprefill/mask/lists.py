@@ -38,8 +38,7 @@ class IndexLists:
     Rows may share storage (a full mask needs one `arange`); entries behind a count are never read. On a GPU with
     Triton no constructor reads a value on the host, so building lists does not synchronise with the device.
     same_heads: the maker's word that all heads of a batch row have the same lists. whole: that no tile in reach is left
-    out, and some_long: that some rows have every tile in reach while others may have few; on both speed alone depends.
-    sound: that lists are ascending and distinct, as those that the constructors here make; others are looked at on a
+    out, on which speed alone depends. sound: that lists are ascending and distinct, as those that the constructors here make; others are looked at on a
     CPU when a mask of them is counted or computed.
     """
 
@@ -48,7 +47,6 @@ class IndexLists:
     indices: Tensor
     same_heads: bool = field(default=False, kw_only=True)
     whole: bool = field(default=False, kw_only=True)
-    some_long: bool = field(default=False, kw_only=True)
     sound: bool = field(default=False, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
@@ -84,21 +82,18 @@ class IndexLists:
         return self.counts.contiguous(), self.offsets.contiguous(), self.indices
 
     @classmethod
-    def from_map(cls, keep: Tensor, *, some_long: bool = False) -> IndexLists:
-        """Make lists from a bool map ``[B, H, R, C]`` of any strides; one launch on a GPU, with room for more.
-
-        some_long: as the field.
-        """
+    def from_map(cls, keep: Tensor) -> IndexLists:
+        """Make lists from a bool map ``[B, H, R, C]`` of any strides; one launch on a GPU, with room for more."""
         if kernels.serve(keep):
             from sparseprefill.kernels.lists.maps import encode_map
 
-            return cls(*encode_map(keep), same_heads=keep.stride(1) == 0, sound=True, some_long=some_long)
+            return cls(*encode_map(keep), same_heads=keep.stride(1) == 0, sound=True)
         counts = keep.sum(-1, dtype=torch.int32)
         indices = keep.flatten(0, 2).nonzero()[:, 1].to(torch.int32)
         ends = counts.flatten().cumsum(0)
         offsets = (ends - counts.flatten()).view(counts.shape)
         indices = indices if indices.numel() else indices.new_zeros(1)
-        return cls(counts, offsets, indices, sound=True, some_long=some_long)
+        return cls(counts, offsets, indices, sound=True)
 
     @classmethod
     def from_ranges(cls, first: Tensor, last: Tensor, heads: int, width: int) -> IndexLists:

@@ -273,7 +273,6 @@ class SparseMask:
             tiles = IndexLists.empty(g.batch, g.heads, g.tile_rows(self.tile_q), g.device)
             tiles = evolve(tiles, same_heads=True)
         filled = tiles.filled(rows_map(g, self.tile_q, rows), g, self.tile_q, self.tile_k)
-        filled = evolve(filled, some_long=tiles.some_long or every.some_dense)
         return evolve(self, tiles=filled, group=group, stripes=stripes)
 
     def regrouped(self, group: int) -> SparseMask:

@@ -213,15 +213,6 @@ class TileMap:
         return None if others else self.dense
 
     @property
-    def some_dense(self) -> bool:
-        """True if query tiles of the call keep every key tile by rule, and where that cannot be told: of ranges on the
-        device, and where padding moves grids."""
-        if self.dense is None or isinstance(self.dense, Tensor) or self.geometry.starts is not None:
-            return self.dense is not None
-        g, (first, behind) = self.geometry, self.dense
-        return max(first, g.q_offset // self.tile_q) < min(behind, -(-(g.q_offset + g.q_len) // self.tile_q))
-
-    @property
     def by_head(self) -> bool:
         """True if a rule keeps other tiles for each head."""
         return self.stride is not None or self.random is not None
@@ -249,8 +240,8 @@ class TileMap:
             from sparseprefill.kernels.lists.maps import encode
 
             same = not self.by_head and (self.keep is None or self.keep.shape[1] == 1)
-            return IndexLists(*encode(*self.kernel_arguments()), same_heads=same, sound=True, some_long=self.some_dense)
-        return IndexLists.from_map(self.resolved, some_long=self.some_dense)
+            return IndexLists(*encode(*self.kernel_arguments()), same_heads=same, sound=True)
+        return IndexLists.from_map(self.resolved)
 
     @cached_property
     def resolved(self) -> Tensor:

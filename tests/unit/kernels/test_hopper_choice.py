@@ -230,34 +230,32 @@ def _half(given: AttentionCall) -> torch.Tensor:
     return torch.rand(1, 4, g.tile_rows(128), g.tile_columns(128)) < 0.5
 
 
-def test_other_calls_draw_their_blocks_head_by_head(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_that_are_short_or_alike_or_too_many_follow_head_by_head(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "multiprocessors", lambda _: 3)
+    monkeypatch.setattr(launch, "LEAST_STEPS", 4)
     q, k, v = tensors("random", batch=1, heads=4, kv_heads=2, q_len=600, kv_len=2000, head_dim=64)
     behind, whole = AttentionCall(q, k, v), AttentionCall(q, k[:, :, :600], v[:, :, :600])
-    some, none = (SparseMask.from_tiles(one, _half(one)) for one in (behind, whole))
-    full = SparseMask.full(behind)
-    monkeypatch.setattr(launch, "LEAST_STEPS", 4)
-    assert launch._pieces(behind, some, 6) is not None
-    assert launch._pieces(whole, none, 6) is None
-    assert launch._pieces(behind, full, 6) is None  # all heads alike, and enough of them
-    monkeypatch.setattr(launch, "multiprocessors", lambda _: 132)
-    assert launch._pieces(behind, full, 6) is not None  # too few for all programs
+    some, few = (SparseMask.from_tiles(one, _half(one)) for one in (behind, whole))
+    windowed = evolve(behind, window=300)
+    for one, mask in ((behind, some), (whole, few), (behind, SparseMask.full(behind))):
+        assert launch._pieces(one, mask, 6) is not None
+    assert launch._pieces(windowed, SparseMask.full(windowed), 6) is None
+    assert launch._pieces(windowed, SparseMask.from_tiles(windowed, _half(windowed)), 6) is not None
     assert launch._pieces(behind, SparseMask.empty(behind), 6) is None
     monkeypatch.setattr(launch, "LEAST_STEPS", 16)
     assert launch._pieces(behind, some, 6) is None  # 16 steps
     monkeypatch.setattr(launch, "LEAST_STEPS", 4)
-    monkeypatch.setattr(launch, "FEW_BLOCKS", 5)
+    monkeypatch.setattr(launch, "MOST", 23)
     assert launch._pieces(behind, some, 6) is None
 
 
 @pytest.mark.parametrize("kept", ["tiles", "lists", "columns", "window"])
-def test_the_last_rows_of_a_whole_prompt_come_first(kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those with every key, in pieces; all others head by head, each from its last block."""
+def test_the_last_rows_of_a_whole_prompt_come_first_in_pieces(kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "multiprocessors", lambda _: 12)
     monkeypatch.setattr(launch, "LEAST_STEPS", 2)
     q, k, v = tensors("random", batch=1, heads=4, kv_heads=2, q_len=1800, kv_len=1800, head_dim=64)
     given = AttentionCall(q, k, v)
-    few, rows = torch.zeros(1, 4, 15, 15, dtype=torch.bool), (14, 15)
+    few = torch.zeros(1, 4, 15, 15, dtype=torch.bool)
     if kept == "window":
         mask = SparseMask.from_rules(given, band=1)
     elif kept == "columns":
@@ -266,28 +264,27 @@ def test_the_last_rows_of_a_whole_prompt_come_first(kept: str, monkeypatch: pyte
         mask = SparseMask.from_stripes(given, columns, width=16)
     else:
         mask = SparseMask.from_tiles(given, few) if kept == "tiles" else SparseMask.from_tiles(given, few).listed()
-    assert launch._pieces(given, mask, 15) is None
-    assert launch._pieces(given, mask.with_dense_rows((15, 16)), 15) is None  # of a later chunk
-    pieces = launch._pieces(given, mask.with_dense_rows(rows), 15)
+    pieces = launch._pieces(given, mask.with_dense_rows((14, 15)), 15)
     assert pieces is not None
     drawn = told(pieces)
-    items, cut = [item for item, number, _ in drawn if number == 0], {item for item, _, count in drawn if count > 1}
-    assert cut == {0, 15, 30, 45}
-    assert items == [*sorted(cut), *(item for item in range(60) if item not in cut)]
-    monkeypatch.setattr(launch, "MOST_ITEMS", 59)
-    assert launch._pieces(given, mask.with_dense_rows(rows), 15) is None
+    cut = [item for item, number, count in drawn if count > 1 and number == 0]
+    assert cut == [0, 15, 30, 45]
+    assert [item for item, number, _ in drawn if number == 0][:4] == cut
 
 
+@pytest.mark.parametrize("least", [4, 40])
 @pytest.mark.parametrize("cached", [0, 2000])
-def test_blocks_of_several_requests_are_those_that_there_are(cached: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The longest lists first behind cached keys, else request by request; each block once, and no others."""
+def test_blocks_of_several_requests_are_those_that_there_are(
+    cached: int, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The longest lists first, where all are short request by request; each block once, and no others."""
     monkeypatch.setattr(launch, "multiprocessors", lambda _: 3)
     calls = step_of([(600, 600 + cached), (130, 130 + cached), (257, 300 + cached)], heads=4)
     masks = [mask_of(one, "tiles", (128, 128), seed=seed) for seed, one in enumerate(calls)]
     requests = Together.of(calls, masks)
     own = requests.blocks(launch.BLOCK_M)
     blocks = max(own)
-    monkeypatch.setattr(launch, "LEAST_STEPS", 4)
+    monkeypatch.setattr(launch, "LEAST_STEPS", least)
     order, pieces = launch._pieces_together(requests, blocks)
     items = [item for item, number, _ in told(pieces) if number == 0] if order is None else order.tolist()
     length = {}
@@ -298,8 +295,8 @@ def test_blocks_of_several_requests_are_those_that_there_are(cached: int, monkey
                 item = (i * 4 + h) * blocks + blocks - 1 - block  # as `work.query_block` reads it
                 length[item] = int(mask.tiles.counts[0, h, block])
     assert sorted(items) == sorted(length)
-    assert (pieces is not None) == (cached > 0)
-    if cached:
+    assert (pieces is not None) == (least == 4)
+    if pieces is not None:
         assert [length[item] for item in items] == sorted(length.values(), reverse=True)
     else:
         assert [item // (4 * blocks) for item in items] == [i for i in range(3) for _ in range(4 * own[i])]

@@ -15,7 +15,7 @@ from sparseprefill.kernels.family.chips import multiprocessors
 from sparseprefill.kernels.family.record import Job, Launched, Wanted
 from sparseprefill.kernels.hopper.kernel import hopper_attention_fwd_kernel
 from sparseprefill.kernels.launch import enqueue
-from sparseprefill.kernels.lists.order import draws, draws_of_lists, most_pieces, prepare
+from sparseprefill.kernels.lists.order import MOST, draws, draws_of_lists, most_pieces, prepare
 from sparseprefill.kernels.roles.arguments import Arguments, Cache, Eight, Outputs, Parts, Sizes
 from sparseprefill.kernels.roles.paging import PANEL
 from sparseprefill.kernels.roles.quantise import TILE, errors_of
@@ -65,10 +65,6 @@ READS, READS_OF_ALL = 8, 64
 """Keys for each query row up to which it does: of sparse masks, and of those that read every key for every row."""
 READS_FP8 = 16, 32
 """The same over an fp8 cache, whatever its pages: of stripes alone, and of sparse masks with tiles."""
-FEW_BLOCKS = 128
-"""Query blocks of a head up to which their lists are looked at (see `_pieces`)."""
-MOST_ITEMS = 1 << 15
-"""Query blocks of all heads up to which those of whole prompts are, a round guess: each pair of them is compared."""
 LEAST_STEPS = 16
 """Steps of the shortest piece: each costs what two steps do, its state written and read again."""
 LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
@@ -275,19 +271,12 @@ def _run(
 
 
 def _pieces(call: AttentionCall, mask: SparseMask, blocks: int) -> Tensor | None:
-    """The query blocks of all heads as programs draw them, long ones in pieces (`lists.order`); None where heads may follow
-    each other.
-
-    Few rows behind many cached keys leave each multiprocessor few blocks, some many times as long as others: one that
-    is drawn last, or is longer than all others together, keeps all waiting; so the longest come first. Of whole prompts
-    a head's own blocks are enough to fill the gaps, unless the last rows see every key: then those are cut and come first.
-    """
-    programs = multiprocessors(call.q.device)
+    """The query blocks of all heads as programs draw them, the longest first, long ones in pieces (`lists.order`); None
+    where heads may follow each other: of blocks that are all short or about as long, or so many that it makes up for it."""
     items = blocks * call.q.shape[0] * call.q.shape[1]
-    behind = _behind(mask, blocks)
-    if not (behind or _some_long(mask, items)) or (_alike(mask) and items >= 2 * programs):
+    if items > MOST or not _uneven(mask):
         return None
-    return draws_of_lists(*_lengths(mask), _least(mask), programs, in_order=not behind)
+    return draws_of_lists(*_lengths(mask), _least(mask), multiprocessors(call.q.device))
 
 
 def _pieces_together(requests: Together, blocks: int) -> tuple[Tensor | None, Tensor | None]:
@@ -296,16 +285,10 @@ def _pieces_together(requests: Together, blocks: int) -> tuple[Tensor | None, Te
     Where heads may follow each other, so do the requests, in their order.
     """
     masks, device = requests.masks, requests.q.device
-    own, heads = requests.blocks(BLOCK_M), requests.q.shape[1]
-    items = _items(own, blocks, heads, device)
-    programs = multiprocessors(device)
-    few = items.numel() < 2 * programs
-    uneven = [(mask, count) for mask, count in zip(masks, own, strict=True) if few or not _alike(mask)]
-    behind = any(_behind(mask, count) for mask, count in uneven)
-    if not behind and not any(_some_long(mask, items.numel()) for mask, _ in uneven):
+    items = _items(requests.blocks(BLOCK_M), blocks, requests.q.shape[1], device)
+    if items.numel() > MOST or not any(map(_uneven, masks)):
         return items, None
-    keys = torch.cat([_keys(mask) for mask in masks])
-    return None, draws(keys, items, _least(masks[0]), programs, in_order=not behind)
+    return None, draws(torch.cat([_keys(mask) for mask in masks]), items, _least(masks[0]), multiprocessors(device))
 
 
 @kept
@@ -317,24 +300,11 @@ def _items(own: tuple[int, ...], blocks: int, heads: int, device: torch.device) 
     return torch.cat([(i * heads * blocks + head + some).flatten() for i, some in enumerate(last)])
 
 
-def _behind(mask: SparseMask, blocks: int) -> bool:
-    """True for few rows behind many keys, of whose blocks some may be long. blocks: of one head."""
-    geometry = mask.geometry
-    few = blocks <= FEW_BLOCKS and geometry.kv_len >= 2 * geometry.q_len
-    return few and geometry.tile_columns(BLOCK_M) > LEAST_STEPS and bool(mask.blocks)
-
-
-def _some_long(mask: SparseMask, items: int) -> bool:
-    """True if some of the lists are known to hold every key in reach, beside others that may hold few. items: query blocks of
-    all heads."""
-    long = mask.tiles is not None and mask.tiles.some_long
-    return long and items <= MOST_ITEMS and mask.geometry.tile_columns(BLOCK_M) > LEAST_STEPS
-
-
-def _alike(mask: SparseMask) -> bool:
-    """True if the query blocks of a mask are known to be about as long as each other."""
-    tiles = mask.tiles
-    return mask.stripes is None and (tiles is None or (tiles.same_heads and not tiles.some_long))
+def _uneven(mask: SparseMask) -> bool:
+    """True if some query blocks may be much longer than others: they are not all short, nor all cut by the same window."""
+    geometry, tiles = mask.geometry, mask.tiles
+    alike = geometry.window is not None and mask.stripes is None and tiles is not None and tiles.whole
+    return bool(mask.blocks) and not alike and geometry.tile_columns(BLOCK_M) > LEAST_STEPS
 
 
 def _least(mask: SparseMask) -> int:

@@ -1,10 +1,9 @@
 """Draws of programs where query blocks are of unequal work: the longest first, those of much work in pieces.
 
 One program that works through a list alone keeps all others waiting at a launch's end: few rows behind a long cache,
-of which the last see every key, and a whole prompt whose last rows see every key while others see few. So a list that is
-longer than a half of an even share of the launch's work is cut into pieces, as FlashDecoding and stream-K do (the second
-cuts everything evenly; here whatever is short stays whole). Blocks of whole prompts stay in their order but for those:
-neighbours share keys in L2, and a head's last blocks are short.
+of which the last see every key; a whole prompt whose last rows do, or whose last head keeps more than others. So the
+longest come first, and a list that is longer than a half of an even share of the launch's work is cut into pieces, as
+FlashDecoding and stream-K do (the second cuts everything evenly; here whatever is short stays whole).
 """
 
 from __future__ import annotations
@@ -23,6 +22,11 @@ BLOCK, AT_ONCE = 16, 512
 """Entries of a program, and others that each is compared with at once: a step's few hundred in one or two goes."""
 SHIFT = tl.constexpr(16)
 """Of a word: bits of a piece's number, below those of how many pieces its block has."""
+MOST = 1 << 13
+"""Entries at most. Each pair of them is compared; and of so many blocks heads that follow each other, whose keys stay in L2, are
+faster than the longest first (docs/performance.md)."""
+ENTRIES, LENGTHS = tl.constexpr(MOST), tl.constexpr(1 << 18)
+"""Of a rank, 31 bits: so many numbers of entries, and above them so many lengths; lowest bits of longer ones are left out."""
 HALVES = 2
 """Pieces that an even share of the work makes at least: with whole shares a launch of equal blocks that are a little
 fewer than the programs would find nothing to cut."""
@@ -47,42 +51,50 @@ def _pieces(key, share):
     return tl.maximum((key + share - 1) // share, 1)
 
 
+@triton.jit
+def _rank(key, entry, shift):
+    """A number of 31 bits that no other entry has, larger for what comes first."""
+    return (key >> shift) * ENTRIES + (ENTRIES - 1 - entry)
+
+
 @triton.jit(do_not_specialize=("count", "blocks", "per", "ratio", "least", "shares"))
 def draws_kernel(
     keys_ptr, more_ptr, items_ptr, draws_ptr, count, blocks, per, ratio, least, shares,
-    SORTED: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
+    BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """draws: how many there are, then two words of each: the item, and its piece's number with their count above.
 
     An entry (see `_key`) is an item, or the one that `items` names; the largest come first, of equals the first first.
     What is longer than a share, an even part of all keys into `shares` and at least `least`, is cut into as many pieces
-    as it has shares. Unless SORTED, all that is not counts as equal. One program: BLOCK entries, each of which is put behind all that come before it. Compares every
-    pair, which up to some ten thousand entries costs less than a sort's launches.
+    as it has shares. One program: BLOCK entries, each of which is put behind all that come before it.
     """
     mine = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([AT_ONCE], tl.int64)
+    longest = tl.zeros([AT_ONCE], tl.int32)
     for first in range(0, count, AT_ONCE):
-        total += _key(keys_ptr, more_ptr, first + tl.arange(0, AT_ONCE), count, blocks, per, ratio)
+        some = _key(keys_ptr, more_ptr, first + tl.arange(0, AT_ONCE), count, blocks, per, ratio)
+        total += some
+        longest = tl.maximum(longest, some)
     share = tl.maximum((tl.sum(total, 0) + shares - 1) // shares, least).to(tl.int32)
+    limit = tl.max(longest, 0)
+    shift = 0
+    while (limit >> shift) >= LENGTHS:
+        shift += 1
     key = _key(keys_ptr, more_ptr, mine, count, blocks, per, ratio)
-    rank = key if SORTED else tl.where(key > share, key, 0)
-    place = tl.zeros([BLOCK], tl.int32)
+    rank = _rank(key, mine, shift)
+    places = tl.zeros([BLOCK, AT_ONCE], tl.int32)
     whole = tl.zeros([AT_ONCE], tl.int32)
     for first in range(0, count, AT_ONCE):
         other = first + tl.arange(0, AT_ONCE)
         theirs = _key(keys_ptr, more_ptr, other, count, blocks, per, ratio)
         pieces = tl.where(other < count, _pieces(theirs, share), 0)
         whole += pieces
-        ranks = theirs if SORTED else tl.where(theirs > share, theirs, 0)
-        before = (ranks[None, :] > rank[:, None]) | (
-            (ranks[None, :] == rank[:, None]) & (other[None, :] < mine[:, None])
-        )
-        place += tl.sum(tl.where(before, pieces[None, :], 0), 1)
+        places += tl.where(_rank(theirs, other, shift)[None, :] > rank[:, None], pieces[None, :], 0)
     item = mine
     if items_ptr is not None:
         item = tl.load(items_ptr + mine, mask=mine < count, other=0)
     pieces = tl.where(mine < count, _pieces(key, share), 0)
-    words = draws_ptr + 1 + 2 * place
+    words = draws_ptr + 1 + 2 * tl.sum(places, 1)
     for number in range(tl.max(pieces, 0)):
         tl.store(words + 2 * number, item, mask=number < pieces)
         tl.store(words + 2 * number + 1, number | (pieces << SHIFT), mask=number < pieces)
@@ -95,22 +107,21 @@ def most_pieces(programs: int) -> int:
     return 2 * HALVES * programs
 
 
-def draws(keys: Tensor, items: Tensor | None, least: int, programs: int, in_order: bool = False) -> Tensor:
+def draws(keys: Tensor, items: Tensor | None, least: int, programs: int) -> Tensor:
     """int32 ``[1 + 2 m]``, as the kernel tells; what lies behind the last draw says nothing. keys: int32 ``[n]``, contiguous,
-    lengths of lists. items: int32 ``[n]``, None for their numbers. least: length of the shortest piece. programs: that draw.
-    in_order: whether blocks that are not cut stay in their order, behind those that are."""
-    return _made(keys, None, items, keys.numel(), (0, 1, 0), least, programs, in_order)
+    lengths of lists. items: int32 ``[n]``, None for their numbers. least: length of the shortest piece. programs: that draw."""
+    return _made(keys, None, items, keys.numel(), (0, 1, 0), least, programs)
 
 
 def draws_of_lists(
-    counts: Tensor, more: Tensor | None, ratio: int, per: int, least: int, programs: int, in_order: bool = False
+    counts: Tensor, more: Tensor | None, ratio: int, per: int, least: int, programs: int
 ) -> Tensor:
     """The same of the query blocks of all heads; of a head the last block is numbered first (`work.query_block`). counts:
     int32 ``[B, H, R]``, of the lists. more: likewise, of lists whose entries weigh `ratio` as much; or None. per: query
     blocks that share a list."""
     flat = None if more is None else more.contiguous()
     sizes = counts.shape[2] * per, per, ratio
-    return _made(counts.contiguous(), flat, None, counts.numel() * per, sizes, least, programs, in_order)
+    return _made(counts.contiguous(), flat, None, counts.numel() * per, sizes, least, programs)
 
 
 def _made(
@@ -121,11 +132,10 @@ def _made(
     sizes: tuple[int, ...],
     least: int,
     programs: int,
-    in_order: bool,
 ) -> Tensor:
     made = torch.empty(1 + 2 * (count + HALVES * programs), dtype=torch.int32, device=keys.device)
     enqueue(draws_kernel, (cdiv(count, BLOCK),),
-        keys, more, items, made, count, *sizes, least, HALVES * programs, SORTED=not in_order, BLOCK=BLOCK, AT_ONCE=AT_ONCE,
+        keys, more, items, made, count, *sizes, least, HALVES * programs, BLOCK=BLOCK, AT_ONCE=AT_ONCE,
         num_warps=4, **FUSED,
     )  # fmt: skip
     return made
@@ -136,5 +146,4 @@ def prepare(device: torch.device) -> None:
     """Compile the kernel: once lists are uneven, which a server's first calls need not be, nobody waits for it."""
     counts = torch.zeros(1, 1, BLOCK, dtype=torch.int32, device=device)
     for more in (None, counts):
-        for in_order in (False, True):
-            draws_of_lists(counts, more, 1, 1, 1, 1, in_order)
+        draws_of_lists(counts, more, 1, 1, 1, 1)
