@@ -205,35 +205,41 @@ class Expected:
     """Expectations of the device's break-even table for a model's heads; none without a table."""
 
     table: BreakEven | None
-    shape: HeadShape | None
     sizes: Callable[[int], Sizes]
 
     @classmethod
     def of(cls, place: Place, model: ModelIdentity) -> Expected:
         """The expectations for a model at a place."""
         from sparseprefill.breakeven.gate import AutoGate, gate_of
-        from sparseprefill.breakeven.points import Sizes, nearest
+        from sparseprefill.breakeven.points import Sizes
 
         def sizes(tokens: int) -> Sizes:
             heads = {"heads": model.heads, "kv_heads": model.kv_heads, "head_dim": model.head_dim}
             return Sizes(**heads, dtype=place.dtype_name, queries=tokens, keys=tokens)
 
         gate = gate_of("auto")
-        table = gate.table(place.device) if isinstance(gate, AutoGate) else None
-        return cls(table, None if table is None else nearest(table.shapes, sizes(LEAST)), sizes)
+        return cls(gate.table(place.device) if isinstance(gate, AutoGate) else None, sizes)
+
+    def _shape(self, method: str) -> HeadShape | None:
+        """The shape of heads by which the table judges the method; None without one, and for types that it lacks."""
+        from sparseprefill.breakeven.points import nearest
+
+        return None if self.table is None else nearest(self.table.shapes, self.sizes(LEAST), method)
 
     def at(self, method: str, tokens: int) -> bool:
         """True if the method was measured, and is expected to gain at this length; also where there is no table."""
-        if self.table is None or self.shape is None:
+        shape = self._shape(method)
+        if self.table is None or shape is None:
             return True
-        ratio = self.table.ratio(method, self.sizes(tokens)) if self.shape.knows(method) else None
+        ratio = self.table.ratio(method, self.sizes(tokens)) if shape.knows(method) else None
         return ratio is not None and ratio < 1.0
 
     def least(self, method: str) -> int | None:
         """Tokens from which on the method is expected to gain; None where that is not known."""
-        if self.table is None or self.shape is None or not self.shape.knows(method):
-            return None
-        return self.table.length(method, self.shape)
+        shape = self._shape(method)
+        return (
+            None if self.table is None or shape is None or not shape.knows(method) else self.table.length(method, shape)
+        )
 
 
 @frozen(eq=False)

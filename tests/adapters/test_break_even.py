@@ -180,7 +180,7 @@ def test_a_method_without_figures_is_named_with_the_command_that_measures_it(
     (note,) = report.notes
     (reason,) = report.fallbacks
     for said in (note, reason):
-        assert "the break-even table of test (cpu) has no figures of streaming for such heads" in said
+        assert "the break-even table of test (cpu) has no figures of streaming" in said
         assert command in said
     assert "judged by the executor alone" in note
     assert reason.startswith(f"{BELOW}, even for the executor alone")

@@ -112,9 +112,7 @@ def drawn(keys: Tensor, items: Tensor | None, least: int, programs: int) -> Tens
     return torch.zeros(1 + 2 * keys.numel(), dtype=torch.int32)
 
 
-def drawn_of_lists(
-    counts: Tensor, more: Tensor | None, ratio: int, per: int, least: int, programs: int
-) -> Tensor:
+def drawn_of_lists(counts: Tensor, more: Tensor | None, ratio: int, per: int, least: int, programs: int) -> Tensor:
     """The same of lists."""
     order.draws_of_lists(counts, more, ratio, per, least, programs)
     return torch.zeros(1 + 2 * counts.numel() * per, dtype=torch.int32)

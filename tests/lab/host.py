@@ -4,8 +4,9 @@
 stage is asked in each layer; *first*: of the first layer of a step in sizes that no step had before, which is recorded.
 On a GPU launches are real and nobody waits for them, and made-up heads are also timed layer after layer (*layers*),
 from a CUDA graph of each (*graph*), and beside the fastest dense kernel that is installed (*dense*); a graph's output
-is held to its layer's, bit by bit. Without a GPU kernels are compiled for an H100 and a driver that does nothing takes
-their launches, so that what PyTorch and the driver take comes on top.
+is held to its layer's, bit by bit. `--kernels` tells what each of a layer's kernels takes. Without a GPU kernels are
+compiled for an H100 and a driver that does nothing takes their launches, so that what PyTorch and the driver take comes
+on top.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from attrs import asdict, evolve, frozen
+from attrs import asdict, evolve, field, frozen
 from sparseprefill.adapters.calibration.layers import Slots, ask
 from sparseprefill.adapters.session.options import HostOptions
 from sparseprefill.adapters.session.repeat import Asking, Repeat
@@ -37,7 +38,7 @@ PAGE, LAYERS, FRESH = 16, 4, 21
 @frozen
 class Host:
     """Microseconds a layer. launches: that it repeats, torch's operators among them. From `layers` on: on a GPU,
-    else 0; pairs: share of the causal pairs that it computes there."""
+    else 0; pairs: share of the causal pairs that it computes there; kernels: of each, if asked for."""
 
     method: str
     rows: int
@@ -54,6 +55,7 @@ class Host:
     dense: float = 0.0
     kernel: str = ""
     pairs: float = 0.0
+    kernels: dict[str, float] = field(factory=dict)
 
     def __str__(self) -> str:
         sizes = f"{self.method}, {self.rows:,} rows of {self.keys:,} keys, {self.heads} / {self.kv_heads} heads"
@@ -62,7 +64,8 @@ class Host:
         if not self.layers:
             return text
         gpu = f"layers {self.layers:.0f}, graph {self.graph:.0f}, dense {self.dense:.0f} ({self.kernel})"
-        return f"{text}; {gpu}: {self.dense / self.layers:.2f} x, at {self.pairs:.1%} of the pairs"
+        text = f"{text}; {gpu}: {self.dense / self.layers:.2f} x, at {self.pairs:.1%} of the pairs"
+        return "\n".join((text, *(f"{time:10.1f} us  {name[:60]}" for name, time in self.kernels.items())))
 
 
 def idle() -> None:
@@ -118,8 +121,10 @@ class Asked:
         self.estimate = estimator.estimate
 
 
-def measure(method: str, rows: int, keys: int, shape: tuple[int, int, int], rounds: int, asks: bool) -> Host:
-    """Time a method's layers of these sizes. asks: whether each layer asks the estimator."""
+def measure(
+    method: str, rows: int, keys: int, shape: tuple[int, int, int], rounds: int, asks: bool, each: bool = False
+) -> Host:
+    """Time a method's layers of these sizes. asks: each layer asks the estimator. each: time each kernel, on a GPU."""
     made = sp.build(method)
 
     def session() -> Session:
@@ -153,7 +158,8 @@ def measure(method: str, rows: int, keys: int, shape: tuple[int, int, int], roun
     density = next(one.density for one in found.layers if one.density is not None)
     kernel, dense = _dense(layers[0])
     times = _device(again, rounds), _device(_graphs(again, layers), rounds), dense
-    return Host(method, rows, keys, *shape, counted, host, asking, recorded, *times, kernel, density)
+    kernels = _kernels(again, rounds) if each else {}
+    return Host(method, rows, keys, *shape, counted, host, asking, recorded, *times, kernel, density, kernels)
 
 
 def _host(run: Callable[[int], Any], rounds: int) -> float:
@@ -180,6 +186,21 @@ def _device(run: Callable[[int], Any], rounds: int) -> float:
     end.record()
     torch.cuda.synchronize()
     return 1e3 * float(begin.elapsed_time(end)) / rounds
+
+
+def _kernels(run: Callable[[int], Any], rounds: int) -> dict[str, float]:
+    """Microseconds a layer of each kernel, in their order, by PyTorch's profiler."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for i in range(rounds):
+            run(i % LAYERS)
+        torch.cuda.synchronize()
+    took = dict[str, float]()
+    for event in sorted(seen.events() or (), key=lambda event: event.time_range.start):
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            took[event.name] = took.get(event.name, 0.0) + event.time_range.elapsed_us() / rounds
+    return took
 
 
 def _graphs(again: Callable[[int], None], layers: Sequence[Layer]) -> Callable[[int], None]:
@@ -216,6 +237,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--keys", type=int, nargs="+", default=[32768])
     parser.add_argument("--shape", type=int, nargs=3, default=(12, 2, 128), metavar=("HEADS", "KV_HEADS", "WIDTH"))
     parser.add_argument("--asks", action="store_true", help="ask the estimator in each layer, as if it did not repeat")
+    parser.add_argument("--kernels", action="store_true", help="on a GPU, also tell what each kernel takes")
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--json", action="store_true", help="print JSON, a line for each")
     given = parser.parse_args(arguments)
@@ -223,7 +245,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         idle()
     for method, rows, keys in product(given.method, given.rows, given.keys):
-        found = measure(method, min(rows, keys), keys, tuple(given.shape), given.rounds, given.asks)
+        found = measure(method, min(rows, keys), keys, tuple(given.shape), given.rounds, given.asks, given.kernels)
         print(json.dumps(asdict(found)) if given.json else found, flush=True)  # noqa: T201
     return 0
 

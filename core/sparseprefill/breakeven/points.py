@@ -206,10 +206,12 @@ class Line:
         return between(keys, self.keys[i - 1], self.keys[i], self.ratios[i - 1], self.ratios[i])
 
 
-def nearest(shapes: Sequence[HeadShape], sizes: Sizes) -> HeadShape | None:
-    """The measured shape by which such a call is judged: of its kind of number, the nearest in size."""
+def nearest(shapes: Sequence[HeadShape], sizes: Sizes, method: str = "") -> HeadShape | None:
+    """The measured shape by which such a call is judged: of its kind of number, the nearest in size; of those that know
+    the method, where some do."""
     alike = [shape for shape in shapes if BITS[shape.dtype] == BITS.get(sizes.dtype)]
-    return min(alike, key=lambda shape: _distance(shape, sizes), default=None)
+    known = [shape for shape in alike if shape.knows(method)]
+    return min(known or alike, key=lambda shape: _distance(shape, sizes), default=None)
 
 
 def lines(shape: HeadShape, method: str) -> tuple[Line, ...]:

@@ -30,10 +30,7 @@ from sparseprefill.errors import ParameterError
 BELOW = "below break-even: dense attention is faster at this size"
 BELOW_ALONE = f"{BELOW}, even for the executor alone"
 ALONE = "judged by the executor alone, so a prompt too short for the method may run sparse"
-LACKING = (
-    "the {table} has no figures of {method} for such heads; {command} measures it where it is installed: "
-    "pass its table as gate"
-)
+LACKING = "the {table} has no figures of {method}; {command} measures it where it is installed: pass its table as gate"
 UNKNOWN = "not gated: "
 """The beginning of a verdict's reason where a table knows nothing of a call."""
 
@@ -85,7 +82,7 @@ class BreakEven:
             batch=q.shape[0], heads=q.shape[1], kv_heads=call.kv_heads, head_dim=q.shape[3], dtype=dtype,
             queries=q.shape[2], keys=keys,
         )  # fmt: skip
-        shape = nearest(self.shapes, sizes)
+        shape = nearest(self.shapes, sizes, method)
         if shape is None:
             return Verdict(True, None, f"{UNKNOWN}the {self} has no figures for {dtype}")
         ratio = ratio_of(shape, self._along(shape, method), sizes)
@@ -99,7 +96,7 @@ class BreakEven:
 
     def ratio(self, method: str, sizes: Sizes) -> float | None:
         """Predicted time of a method over dense attention's at these sizes; None where nothing is known."""
-        shape = nearest(self.shapes, sizes)
+        shape = nearest(self.shapes, sizes, method)
         return None if shape is None else ratio_of(shape, self._along(shape, method), sizes)
 
     def length(self, method: str, shape: HeadShape) -> int | None:

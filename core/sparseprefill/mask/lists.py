@@ -38,8 +38,8 @@ class IndexLists:
     Rows may share storage (a full mask needs one `arange`); entries behind a count are never read. On a GPU with
     Triton no constructor reads a value on the host, so building lists does not synchronise with the device.
     same_heads: the maker's word that all heads of a batch row have the same lists. whole: that no tile in reach is left
-    out, on which speed alone depends. sound: that lists are ascending and distinct, as those that the constructors here make; others are looked at on a
-    CPU when a mask of them is counted or computed.
+    out, on which speed alone depends. sound: that lists are ascending and distinct, as those that the constructors here
+    make; others are looked at on a CPU when a mask of them is counted or computed.
     """
 
     counts: Tensor

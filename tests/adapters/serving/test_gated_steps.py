@@ -242,7 +242,7 @@ def test_a_start_tells_of_a_method_that_the_table_does_not_know(caplog: pytest.L
         mine.foretell(sp.AttentionCall(*torch.randn(3, 1, HEADS, 16, SIZE)), 4096, "STEP")
     least, doubt = (record.getMessage() for record in caplog.records)
     assert "tokens and more run dense in steps of 128" in least
-    assert "has no figures of dense for such heads; sparseprefill calibrate --method dense --heads" in doubt
+    assert "has no figures of dense; sparseprefill calibrate --method dense --heads" in doubt
 
 
 def test_a_start_without_a_gate_has_nothing_to_tell(caplog: pytest.LogCaptureFixture) -> None:

@@ -100,7 +100,7 @@ def test_a_method_without_figures_is_judged_by_the_executor_alone() -> None:
 
 COMMAND = "sparseprefill calibrate --method mine --heads 4 --kv-heads 2 --head-dim 8 --dtype float32"
 LACKING = (
-    "the break-even table of test (cpu) has no figures of mine for such heads; "
+    "the break-even table of test (cpu) has no figures of mine; "
     f"{COMMAND} measures it where it is installed: pass its table as gate"
 )
 
@@ -123,9 +123,10 @@ def test_a_verdict_on_a_method_without_figures_says_so_and_what_measures_it() ->
     assert "" == found.judge(call(1024), "streaming").reason
 
 
-def test_a_method_measured_for_other_heads_alone_has_no_figures_for_these() -> None:
-    found = table(whole({512: 0.5}, "mine", heads=64), whole({512: 0.5}))
-    assert "has no figures of mine for such heads" in found.judge(call(512), "mine").reason
+def test_a_method_measured_for_other_heads_alone_is_judged_by_those() -> None:
+    found = table(whole({512: 0.3}, "mine", heads=8, kv_heads=4), whole({512: 0.5}))
+    assert (True, "") == (found.judge(call(512), "mine").worth, found.judge(call(512), "mine").reason)
+    assert pytest.approx(0.3 * 8 / 4) == found.ratio("mine", Sizes(**SHAPE, queries=512, keys=512))
     assert ("break-even table of test (cpu)", "break-even table of test (cpu), without figures of mine, yours") == (
         found.called("mine", "streaming"),
         table(CHUNKED).called("mine", "streaming", "yours"),

@@ -147,6 +147,13 @@ def test_the_nearest_shape(changes: dict[str, Any], expected: int | None) -> Non
     assert (None if expected is None else shapes[expected]) is found
 
 
+def test_a_shape_that_knows_the_method_goes_before_a_nearer_one() -> None:
+    """A table may hold shapes of which a few methods alone were timed."""
+    near, far = shape_of(point(100, 100, one=0.7)), shape_of(point(100, 100, one=0.7, other=0.7), heads=64, kv_heads=8)
+    found = [nearest([near, far], sized(), method) for method in ("one", "other", "nobody knows it")]
+    assert [one is near for one in found] == [True, False, True]
+
+
 def test_of_two_as_near_the_smaller_judges() -> None:
     small, large = (shape_of(point(100, 100), heads=heads, kv_heads=heads // 2) for heads in (4, 16))
     for order in ([small, large], [large, small]):

@@ -23,10 +23,10 @@ BLOCK, AT_ONCE = 16, 512
 SHIFT = tl.constexpr(16)
 """Of a word: bits of a piece's number, below those of how many pieces its block has."""
 MOST = 1 << 13
-"""Entries at most. Each pair of them is compared; and of so many blocks heads that follow each other, whose keys stay in L2, are
-faster than the longest first (docs/performance.md)."""
+"""Entries at most. Each pair of them is compared; and beyond, heads that follow each other, whose keys stay in L2, take
+less time than the longest first (docs/performance.md)."""
 ENTRIES, LENGTHS = tl.constexpr(MOST), tl.constexpr(1 << 18)
-"""Of a rank, 31 bits: so many numbers of entries, and above them so many lengths; lowest bits of longer ones are left out."""
+"""Of a rank, 31 bits: so many numbers of entries, and above them so many lengths, of longer ones without lowest bits."""
 HALVES = 2
 """Pieces that an even share of the work makes at least: with whole shares a launch of equal blocks that are a little
 fewer than the programs would find nothing to cut."""
@@ -113,9 +113,7 @@ def draws(keys: Tensor, items: Tensor | None, least: int, programs: int) -> Tens
     return _made(keys, None, items, keys.numel(), (0, 1, 0), least, programs)
 
 
-def draws_of_lists(
-    counts: Tensor, more: Tensor | None, ratio: int, per: int, least: int, programs: int
-) -> Tensor:
+def draws_of_lists(counts: Tensor, more: Tensor | None, ratio: int, per: int, least: int, programs: int) -> Tensor:
     """The same of the query blocks of all heads; of a head the last block is numbered first (`work.query_block`). counts:
     int32 ``[B, H, R]``, of the lists. more: likewise, of lists whose entries weigh `ratio` as much; or None. per: query
     blocks that share a list."""
