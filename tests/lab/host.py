@@ -198,7 +198,7 @@ def _kernels(run: Callable[[int], Any], rounds: int) -> dict[str, float]:
         torch.cuda.synchronize()
     took = dict[str, float]()
     for event in sorted(seen.events() or (), key=lambda event: event.time_range.start):
-        if event.device_type == torch.autograd.DeviceType.CUDA:
+        if event.device_type.name == "CUDA":
             took[event.name] = took.get(event.name, 0.0) + event.time_range.elapsed_us() / rounds
     return took
 

@@ -272,7 +272,7 @@ def _run(
 
 def _pieces(call: AttentionCall, mask: SparseMask, blocks: int) -> Tensor | None:
     """The query blocks of all heads as programs draw them, the longest first, long ones in pieces (`lists.order`); None
-    where heads may follow each other: of blocks that are all short or about as long, or so many that it makes up for it."""
+    where heads may follow each other: of blocks that are all short, or so many that it makes up for it."""
     items = blocks * call.q.shape[0] * call.q.shape[1]
     if items > MOST or not _uneven(mask):
         return None
@@ -301,10 +301,8 @@ def _items(own: tuple[int, ...], blocks: int, heads: int, device: torch.device) 
 
 
 def _uneven(mask: SparseMask) -> bool:
-    """True if some query blocks may be much longer than others: they are not all short, nor all cut by the same window."""
-    geometry, tiles = mask.geometry, mask.tiles
-    alike = geometry.window is not None and mask.stripes is None and tiles is not None and tiles.whole
-    return bool(mask.blocks) and not alike and geometry.tile_columns(BLOCK_M) > LEAST_STEPS
+    """True if some query blocks may be much longer than others: they are not all short."""
+    return bool(mask.blocks) and mask.geometry.tile_columns(BLOCK_M) > LEAST_STEPS
 
 
 def _least(mask: SparseMask) -> int:
