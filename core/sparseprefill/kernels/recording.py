@@ -169,7 +169,8 @@ class Recording(TorchDispatchMode):
         self._device = slots[0].device
         self._roots: dict[int, int] = {}  # by storage
         self._bases: list[int] = []  # bytes before roots in their storage
-        self._held: list[Tensor] = []  # their tensors: a storage must not be given to others meanwhile
+        # Their storages, which must not be given to others meanwhile. Of a tensor that it holds torch makes another.
+        self._held: list[torch.UntypedStorage] = []
         self._sizes: list[tuple[int, int]] = []  # address and bytes of their storage
         self._ends: dict[int, tuple[int, int]] = {}  # of slots, the first byte and the one behind the last
         self._makers: dict[int, _Maker] = {}
@@ -188,13 +189,14 @@ class Recording(TorchDispatchMode):
 
     def _begins(self, x: Tensor) -> bool:
         """Make a tensor's storage a root; False where it is one already."""
-        key = _storage(x)
+        storage = x.untyped_storage()
+        key = int(storage._cdata)
         if key in self._roots:
             return False
         self._roots[key] = len(self._bases)
         self._bases.append(_before(x))
-        self._held.append(x)
-        self._sizes.append(_memory(x))
+        self._held.append(storage)
+        self._sizes.append(_memory(storage))
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -209,6 +211,9 @@ class Recording(TorchDispatchMode):
             RECORDING.reset(token)
         if self._why or (kind.views and _storage(found) in self._roots and not _odd(found)):
             return found  # it lies where its tensor does
+        if kind.name == "empty" and not _odd(found):
+            self._note(func, kind, args, kwargs, [], [found])
+            return found
         given, made = list(tensors_of((args, kwargs))), list(tensors_of(found))
         odd = next(filter(None, map(_odd, (*given, *made))), "")
         why = ODD.format(name=kind.name, kind=odd) if odd else self._objection(func, kind, args, kwargs, given, made)
@@ -257,8 +262,10 @@ class Recording(TorchDispatchMode):
             return
         if kind.moves:
             return
-        place = self._place_of
-        template = mapped(place, args), {key: mapped(place, value) for key, value in kwargs.items()}
+        template: Any = args, kwargs
+        if given:
+            place = self._place_of
+            template = mapped(place, args), {key: mapped(place, value) for key, value in kwargs.items()}
         maker = _Maker(not kind.writes and all(map(self._is_constant, given)))
         fresh = tuple([i for i, x in enumerate(made) if self._begins(x)])
         if self._why or not (fresh or kind.writes):
@@ -267,7 +274,7 @@ class Recording(TorchDispatchMode):
             if self._roots.get(_storage(x), first) >= first:
                 self.refuse(CONSTANT.format(name=name))
                 return
-            self._need(x)
+            self._need(self._roots.get(_storage(x), -1))
         if name in EMPTY and made[0].device == self._device:
             self._scratch[first] = made[0].untyped_storage().nbytes()
         self._keep(Operator(func, *template, fresh), maker, first)
@@ -292,9 +299,8 @@ class Recording(TorchDispatchMode):
             return _storage(x) not in self._touched
         return root >= self._own and root not in self._scratch and self._makers[root].constant
 
-    def _need(self, x: Tensor) -> None:
-        """Have what made a tensor repeated: somebody may write to it."""
-        root = self._roots.get(_storage(x), -1)
+    def _need(self, root: int) -> None:
+        """Have what made a root repeated: somebody may write to it."""
         if root in self._makers and root not in self._scratch:
             maker = self._makers[root]
             maker.needed, maker.constant = True, False
@@ -332,7 +338,7 @@ class Recording(TorchDispatchMode):
         with _disable_current_modes():
             for _, *both in entries:
                 for x in both:
-                    self._need(x)
+                    self._need(self._roots.get(_storage(x), -1))
             placed = [(i, self._place(a), self._place(b), a.element_size()) for i, a, b in entries]
             self._tables[_storage(table)] = Table(table, list(numbers), placed)
 
@@ -340,11 +346,14 @@ class Recording(TorchDispatchMode):
         if type(x) in NUMBERS:
             return x
         if isinstance(x, Tensor):
-            self._need(x)
-            if _storage(x) not in self._roots:
-                self._touched.add(_storage(x))
+            key = _storage(x)
+            root = self._roots.get(key)
+            if root is None:
+                self._touched.add(key)
                 self._outside.append(x)
-            return self._place(x)
+                return x
+            self._need(root)
+            return self._placed(x, root)
         return bound(x, self._argument) if hasattr(x, "block_shape") else x
 
     def _place_of(self, x: Any) -> Any:
@@ -353,11 +362,11 @@ class Recording(TorchDispatchMode):
     def _place(self, x: Tensor) -> Any:
         """Place of a tensor; itself where it is a constant from outside."""
         root = self._roots.get(_storage(x))
-        if root is None:
-            return x
-        first = _before(x)
-        low, high = self._ends.get(root, (0, first + _reach(x)))
-        if x.numel() and not low <= first <= first + _reach(x) <= high:
+        return x if root is None else self._placed(x, root)
+
+    def _placed(self, x: Tensor, root: int) -> Place:
+        first, ends = _before(x), self._ends.get(root)
+        if ends is not None and x.numel() and not ends[0] <= first <= first + _reach(x) <= ends[1]:
             self.refuse(BEYOND)
         return Place(root, first - self._bases[root], x.dtype, tuple(x.shape), x.stride())
 
@@ -378,7 +387,7 @@ class Recording(TorchDispatchMode):
                 return ODD.format(name="a result", kind=why)
             root = self._roots.get(_storage(x), -1)
             self._scratch.pop(root, None)  # the caller's
-            self._need(x)
+            self._need(root)
         # What makes room is no work; of the rest, what may change from layer to layer.
         left = [one for one in self._entries if one[1].needed and not (one[2] and one[2][0] in self._scratch)]
         ways, size = self._laid_out([what for what, _, _ in left])
@@ -393,7 +402,9 @@ class Recording(TorchDispatchMode):
                 return x
             if x.root in ways:
                 return x._replace(root=self._own, offset=ways[x.root] + x.offset)
-            return x._replace(root=numbers[x.root]) if x.root in numbers else x.of(self._held[x.root])
+            if x.root in numbers:
+                return x._replace(root=numbers[x.root])
+            return x.within(self._held[x.root], self._bases[x.root])
 
         for key, table in self._tables.items():
             again = table.of(settled)
@@ -445,8 +456,7 @@ def _reach(x: Tensor) -> int:
     return (sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) + 1) * x.element_size()
 
 
-def _memory(x: Tensor) -> tuple[int, int]:
-    storage = x.untyped_storage()
+def _memory(storage: torch.UntypedStorage) -> tuple[int, int]:
     return storage.data_ptr(), storage.nbytes()
 
 
@@ -459,14 +469,15 @@ def _odd(x: Tensor) -> str:
 
 def _fixed(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> str:
     """Reason for which a launch would be the same for other tensors, or another layer; empty where there is none."""
-    named = [x for x in options.values() if type(x) not in NUMBERS]
+    named = [x for x in (*grid, *options.values()) if type(x) not in NUMBERS]
     if any(isinstance(x, Tensor) or hasattr(x, "block_shape") for x in named):
         return "a tensor is given by its name: pass tensors in the order of the signature"
-    if any(isinstance(x, list | tuple | dict) for x in args):
+    rest = [x for x in args if type(x) not in NUMBERS]
+    if any(isinstance(x, list | tuple | dict) for x in rest):
         return "a tuple is among its arguments: pass them one by one"
-    if any(isinstance(x, OfLayer) for x in (*grid, *options.values())):
+    if any(isinstance(x, OfLayer) for x in named):
         return "a number of the layer decides how it is compiled, or its grid"
-    of_layer = any(type(x) is OfLayer for x in args)
+    of_layer = any(type(x) is OfLayer for x in rest)
     for param, x in zip(getattr(kernel, "params", ()) if of_layer else (), args, strict=False):
         if isinstance(x, OfLayer) and not getattr(param, "do_not_specialize", True):
             return f"it is compiled for the value of {param.name}, a number of the layer: name it in do_not_specialize"

@@ -50,10 +50,12 @@ class Place(NamedTuple):
         same = self.offset == 0 and root.dtype == self.dtype and root.shape == self.size
         if same and root.stride() == self.stride:
             return root
-        storage = root.untyped_storage()
-        made = torch.empty(0, dtype=self.dtype, device=root.device)
-        begin = (root.storage_offset() * root.element_size() + self.offset) // made.element_size()
-        return made.set_(storage, begin, self.size, self.stride)
+        return self.within(root.untyped_storage(), root.storage_offset() * root.element_size())
+
+    def within(self, storage: torch.UntypedStorage, begin: int) -> Tensor:
+        """The tensor there, of a root that begins at a byte of its storage."""
+        made = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return made.set_(storage, (begin + self.offset) // made.element_size(), self.size, self.stride)
 
 
 class _Address:
@@ -204,7 +206,8 @@ class Launch:
 
         given, more = tuple(map(final, self.arguments)), tuple(map(settled, self.others))
         line = {} if self.options is not None else _line_of(self.compiled, self.grid, given)
-        return evolve(self, arguments=given, others=more, **line)
+        fields = {"run": self.run, "options": self.options, "compiled": self.compiled, "grid": self.grid, **line}
+        return type(self)(arguments=given, others=more, **fields)
 
     def there(self, layer: int, place: Callable[[Place], Any], descriptor: Callable[[Descriptor], Any]) -> list[Any]:
         """The arguments of a layer, as Triton's own launch takes them."""
@@ -248,7 +251,7 @@ def _line_of(compiled: Any, grid: tuple[int, ...], arguments: Sequence[Any]) -> 
         if isinstance(x, Place):
             pointers.append((here, x.root, x.offset))
         elif isinstance(x, Descriptor):
-            descriptors.append((here, x.base.root, x.base.offset, evolve(x, encode=encode)))
+            descriptors.append((here, x.base.root, x.base.offset, Descriptor(x.like, x.base, encode)))
         elif type(x) is OfLayer:
             numbers.append((here, x.of))
         line.append(x if encode is None or isinstance(x, Descriptor) else encode(x))
