@@ -262,7 +262,7 @@ class Recording(TorchDispatchMode):
             return
         if kind.moves:
             return
-        template: Any = args, kwargs
+        template: tuple[Any, dict[str, Any]] = (args, kwargs)
         if given:
             place = self._place_of
             template = mapped(place, args), {key: mapped(place, value) for key, value in kwargs.items()}

@@ -50,7 +50,7 @@ class Place(NamedTuple):
         same = self.offset == 0 and root.dtype == self.dtype and root.shape == self.size
         if same and root.stride() == self.stride:
             return root
-        return self.within(root.untyped_storage(), root.storage_offset() * root.element_size())
+        return self.within(root.untyped_storage(), int(root.storage_offset()) * root.element_size())
 
     def within(self, storage: torch.UntypedStorage, begin: int) -> Tensor:
         """The tensor there, of a root that begins at a byte of its storage."""
