@@ -404,7 +404,7 @@ class Recording(TorchDispatchMode):
                 return x._replace(root=self._own, offset=ways[x.root] + x.offset)
             if x.root in numbers:
                 return x._replace(root=numbers[x.root])
-            return x.within(self._held[x.root], self._bases[x.root])
+            return x.of(_root(self._held[x.root], self._bases[x.root]))
 
         for key, table in self._tables.items():
             again = table.of(settled)
@@ -454,6 +454,11 @@ def _reach(x: Tensor) -> int:
     if x.is_contiguous():
         return x.numel() * x.element_size()
     return (sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) + 1) * x.element_size()
+
+
+def _root(storage: torch.UntypedStorage, begin: int) -> Tensor:
+    """A tensor without elements at a byte of a storage, of which `Place` makes others."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, begin, (0,), (1,))
 
 
 def _memory(storage: torch.UntypedStorage) -> tuple[int, int]:

@@ -50,12 +50,10 @@ class Place(NamedTuple):
         same = self.offset == 0 and root.dtype == self.dtype and root.shape == self.size
         if same and root.stride() == self.stride:
             return root
-        return self.within(root.untyped_storage(), int(root.storage_offset()) * root.element_size())
-
-    def within(self, storage: torch.UntypedStorage, begin: int) -> Tensor:
-        """The tensor there, of a root that begins at a byte of its storage."""
-        made = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return made.set_(storage, (begin + self.offset) // made.element_size(), self.size, self.stride)
+        storage = root.untyped_storage()
+        made = torch.empty(0, dtype=self.dtype, device=root.device)
+        begin = (root.storage_offset() * root.element_size() + self.offset) // made.element_size()
+        return made.set_(storage, begin, self.size, self.stride)
 
 
 class _Address:
