@@ -118,7 +118,7 @@ def demo(
             raise CommandError(f"--tokens {tokens} --questions {questions}: {error}") from error
         prompt, behind = prompt_of(exam, source.tokenizer)
         prompt = prompt if model is None else with_copies(prompt, tokens, seed)
-        sizes = Sizes(tail=behind, greedy=GREEDY, beside=True, every=EVERY if slow else 1)
+        sizes = Sizes(tail=behind, greedy=GREEDY, beside=True, every=EVERY if slow else 1, lowest=0)
         loaded = source.load() if loaded is None else loaded
         ask = asker(loaded, source.tokenizer, exam)
         with Stop() as stop:

@@ -32,8 +32,6 @@ from .outcome import Contender, Fidelity, Layer, Outcome, Sketch, compare
 from .prompts import Prompt
 from .reading import Answers, Reader, Rows, Sizes, copied, inside_rows, right_inside
 
-WORST = 4
-"""Layers whose masks are worth a look: those that keep least."""
 Ask = Callable[[Any, Progress], Answers]
 """Asks about the prompt that a cache holds, and leaves the cache as it was: ``ask(cache, progress)``."""
 
@@ -47,12 +45,13 @@ class LayerWatch:
     """Observer of one forward: recall on sampled rows and on the last ones, density, and masks worth a look.
 
     rows: sampled evenly. last: at the end of the call. pictured: layer and head whose mask is kept, and with it those
-    of the heads that keep least, in `WORST` layers; None for no masks. Batch row 0 only.
+    of the heads that keep least, in `lowest` layers; None for no masks. Batch row 0 only.
     """
 
     rows: int
     last: int
     pictured: tuple[int, int] | None = None
+    lowest: int = 0
     found: dict[int, Layer] = field(factory=dict, init=False)
     mask: Sketch | None = field(default=None, init=False)
     _worst: dict[int, tuple[float, int, SparseMask]] = field(factory=dict, init=False)
@@ -72,7 +71,7 @@ class LayerWatch:
         if call.layer == self.pictured[0]:
             self.mask = Sketch.of(result.mask.head(0, self.pictured[1]))
         self._worst[call.layer] = min(recalls[least], ends[least]), least, result.mask.head(0, least)
-        if len(self._worst) > WORST:
+        if len(self._worst) > self.lowest:
             del self._worst[max(self._worst, key=lambda layer: self._worst[layer][0])]
 
     def sketch(self) -> None:
@@ -167,7 +166,7 @@ class Comparison:
     def _run(self, contender: Contender, progress: Progress) -> Outcome:
         reader, sizes = self.reader, self.sizes
         ids, tail = _cut(self.prompt, sizes, reader)
-        watch = LayerWatch(sizes.rows, sizes.last, self.pictured)
+        watch = LayerWatch(sizes.rows, sizes.last, self.pictured, sizes.lowest)
         watching, spent = True, 0.0
 
         def observe(call: Any, result: Any) -> None:

@@ -82,7 +82,8 @@ class Sizes:
     last: last rows of the prefill. tail: text held back from the prompt's end. greedy: tokens of dense's own
     continuation. rows: sampled for the recall. repeats: prefills that are timed; the median counts. every: of so many
     rows inside the prompt one is compared; 1 for all. beside: whether the stock model is timed again behind each
-    contender, so that other work on the machine slows both alike.
+    contender, so that other work on the machine slows both alike. lowest: layers of which the mask of the head that
+    keeps least is kept, where masks are pictured.
     """
 
     last: int = field(default=32, validator=whole(1))
@@ -92,6 +93,7 @@ class Sizes:
     repeats: int = field(default=1, validator=whole(1))
     every: int = field(default=1, validator=whole(1))
     beside: bool = field(default=False, validator=flag())
+    lowest: int = field(default=4, validator=whole(0))
 
 
 @contextmanager

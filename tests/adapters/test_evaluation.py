@@ -276,14 +276,15 @@ def test_outcomes_hold_no_mask(model: LlamaForCausalLM, pictured: tuple[int, int
     assert [layer.index for layer in found.layers if layer.lowest] == ([] if pictured is None else [0, 1])
 
 
-def test_of_many_layers_the_masks_of_those_that_keep_least_are_sketched() -> None:
-    watch = comparison.LayerWatch(8, 4, pictured=(0, 0))
+@pytest.mark.parametrize("lowest", [0, 4])
+def test_of_many_layers_the_masks_of_those_that_keep_least_are_sketched(lowest: int) -> None:
+    watch = comparison.LayerWatch(8, 4, pictured=(0, 0), lowest=lowest)
     call = sp.AttentionCall(*(torch.randn(1, 1, 128, 8) for _ in range(3)))
     windows = (16, 112, 48, 96, 32, 80, 64)
     for layer, window in enumerate(windows):
         watch(evolve(call, layer=layer), sp.build("streaming", sink=0, window=window, block=16).run(call))
     watch.sketch()
-    least = sorted(windows)[: comparison.WORST]
+    least = sorted(windows)[:lowest]
     assert least == sorted(windows[layer] for layer, one in watch.found.items() if one.lowest is not None)
 
 
