@@ -237,9 +237,9 @@ class Expected:
     def least(self, method: str) -> int | None:
         """Tokens from which on the method is expected to gain; None where that is not known."""
         shape = self._shape(method)
-        return (
-            None if self.table is None or shape is None or not shape.knows(method) else self.table.length(method, shape)
-        )
+        if self.table is None or shape is None or not shape.knows(method):
+            return None
+        return self.table.length(method, shape)
 
 
 @frozen(eq=False)

@@ -24,6 +24,7 @@ def expected(keys: list[int], items: list[int], least: int, programs: int) -> li
     """The same, said another way: by a stable sort, of the leading bits where keys are large."""
     share = max(-(-sum(keys) // (HALVES * programs)), least)
     shift = max(0, (max(keys) // LENGTHS.value).bit_length())
+    share |= (1 << shift) - 1
     found = []
     for i in sorted(range(len(keys)), key=lambda i: -(keys[i] >> shift)):
         pieces = max(1, -(-keys[i] // share))
@@ -34,7 +35,7 @@ def expected(keys: list[int], items: list[int], least: int, programs: int) -> li
 @settings(max_examples=40 if CUDA else 15)
 @given(
     count=st.sampled_from([1, 63, 64, 65, 127, 128, 257, 599]),
-    most=st.sampled_from([0, 1, 7, 1 << 18]),
+    most=st.sampled_from([0, 1, 7, 1 << 18, 1 << 21]),
     few=st.integers(0, 20),
     least=st.sampled_from([1, 5, 1000]),
     programs=st.sampled_from([1, 3, 132]),
@@ -55,6 +56,13 @@ def test_longest_come_first_and_equals_in_their_order(
     cut = [pieces for _, number, pieces in found if pieces > 1 and number == 0]
     assert sum(cut) <= most_pieces(programs)
     assert all(pieces > 1 for *_, pieces in found[: sum(cut)])  # so states are numbered as draws are
+
+
+def test_what_is_cut_comes_first_where_lengths_rank_alike() -> None:
+    """Of such lengths the lowest bits do not count; the second is one longer than a share would be."""
+    keys = torch.tensor([1 << 19, (1 << 19) + 1, 1 << 20], dtype=torch.int32)
+    pieces = [count for *_, count in told(draws(keys.to(DEVICE), None, 1 << 19, 4).cpu())]
+    assert sorted(pieces, key=lambda count: count == 1) == pieces
 
 
 @pytest.mark.parametrize("ratio", [0, 8])

@@ -80,6 +80,7 @@ def draws_kernel(
     shift = 0
     while (limit >> shift) >= LENGTHS:
         shift += 1
+    share |= (1 << shift) - 1  # so that what is cut ranks before all that is not: states are numbered as draws are
     key = _key(keys_ptr, more_ptr, mine, count, blocks, per, ratio)
     rank = _rank(key, mine, shift)
     places = tl.zeros([BLOCK, AT_ONCE], tl.int32)
