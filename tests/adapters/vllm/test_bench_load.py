@@ -393,14 +393,14 @@ def test_a_trained_model_profile_by_profile(commands: engine.Commands, tmp_path:
     names = ["CPU_ATTN", "off", "dense", "narrow"]
     rows = {name: [row for row in found["rows"] if row["backend"] == name and row["tokens"]] for name in names}
     for name, ours in rows.items():
-        first, behind, load, inside, end = ours
-        assert ["first", "behind", "load", "inside, code 0", "end"] == [row["what"] for row in ours], name
+        first, fresh, behind, load, inside, end = ours
+        assert ["first", "fresh", "behind", "load", "inside, code 0", "end"] == [row["what"] for row in ours], name
         assert (3072, 0, 768, 512) == (first["tokens"], first["cached"], behind["tokens"], behind["cached"])
         assert (3, 512) == (load["figures"]["requests"], load["tokens"])
         assert 0 < inside["figures"]["of_copies"]
         assert 0 < end["figures"]["of_facts"] == inside["figures"]["of_facts"]
         assert not any(row["fallbacks"] for row in ours)
-    same = {name: ours[3]["figures"]["same"] for name, ours in rows.items()}
+    same = {name: ours[4]["figures"]["same"] for name, ours in rows.items()}
     assert 1.0 == same["CPU_ATTN"] == same["off"]
     assert 0.99 < same["dense"]
     assert same["narrow"] < 0.9

@@ -32,7 +32,9 @@ from .under_load import WASTE, Times
 
 OFF = "off"
 """What a request asks for to have vLLM's own attention in an engine with the adapter."""
-MEASURES = ("first", "behind", "load", "inside", "end")
+SHORTER = 3
+"""Tokens by which a prompt of the measurement `fresh` is shorter than the one before it."""
+MEASURES = ("first", "fresh", "behind", "load", "inside", "end")
 
 
 @frozen(kw_only=True)
@@ -136,23 +138,29 @@ class Measuring:
     def _first(self, engine: Engine, name: str, wish: str | None) -> Iterator[Measured]:
         for tokens in self.lengths:
             ids = self.prompts(tokens, self.texts)[0].ids
-            yield self._timed(engine, "first", name, wish, [ids])
+            yield self._timed(engine, "first", name, wish, lambda _, ids=ids: [ids])
+
+    def _fresh(self, engine: Engine, name: str, wish: str | None) -> Iterator[Measured]:
+        """Each round some tokens shorter, so that no step before had the sizes of its last one."""
+        for tokens in self.lengths:
+            ids = self.prompts(tokens, self.texts)[0].ids
+            yield self._timed(engine, "fresh", name, wish, lambda number, ids=ids: [ids[: len(ids) - SHORTER * number]])
 
     def _behind(self, engine: Engine, name: str, wish: str | None) -> Iterator[Measured]:
         for cached, new in self.behind:
             ids = self.prompts(cached + new, self.texts)[0].ids
-            yield self._timed(engine, "behind", name, wish, [ids[:cached], ids])
+            yield self._timed(engine, "behind", name, wish, lambda _, ids=ids, cached=cached: [ids[:cached], ids])
 
     def _timed(
-        self, engine: Engine, what: str, name: str, wish: str | None, prompts: Sequence[Sequence[int]]
+        self, engine: Engine, what: str, name: str, wish: str | None, prompts: Callable[[int], Sequence[Sequence[int]]]
     ) -> Measured:
-        """Prompts one after the other in an empty cache; the last one's first token counts."""
+        """The prompts of each round one after the other in an empty cache; the last one's first token counts."""
         desk = Desk(engine, 1, wish=wish)
         found: list[Life] = []
 
         def once() -> None:
             empty(engine)
-            lives = [Life(ids) for ids in prompts]
+            lives = [Life(ids) for ids in prompts(len(found) + 1)]
             for life in lives:
                 desk.serve([life])
             found.append(lives[-1])
@@ -166,7 +174,7 @@ class Measuring:
         return Measured(
             backend=name,
             what=what,
-            tokens=len(prompts[-1]),
+            tokens=len(prompts(0)[-1]),
             cached=found[-1].cached,
             figures={**figures, "density": density(engine, once)},
             **watch.facts(),

@@ -10,11 +10,12 @@ from .measuring import Measured, Measuring
 from .sheet import ON_CPU, Form, remarks
 
 NOTES = (
-    "first: a whole prompt in an empty cache, behind: new tokens behind cached ones; seconds to the first token, the "
-    "median of {rounds}. load: {requests} prompts of {mixed} tokens in turns, {rate:g} a second (Poisson), {answer} "
-    "tokens decoded each. inside: what the rows of a prompt say: tokens of restated passages and facts whose argmax is "
-    "right, copies_nll and nll in nats, same: share of rows with the argmax of the first row of this table. end: facts "
-    "asked behind the text. Steps of at most {budget} tokens."
+    "first: a whole prompt in an empty cache, fresh: the same, each some tokens shorter than the one before, behind: "
+    "new tokens behind cached ones; seconds to the first token, the median of {rounds}. load: {requests} prompts of "
+    "{mixed} tokens in turns, {rate:g} a second (Poisson), {answer} tokens decoded each. inside: what the rows of a "
+    "prompt say: tokens of restated passages and facts whose argmax is right, copies_nll and nll in nats, same: share "
+    "of rows with the argmax of the first row of this table. end: facts asked behind the text. Steps of at most "
+    "{budget} tokens."
 )
 
 
