@@ -79,9 +79,10 @@ class Work:
         if len(self.calls) == 1:
             results = [self.pipeline.run_into(self.short[0], memories[0], self.outs[0], *begun)]
         else:
-            results = self.pipeline.run_many(self.short, memories, begun)
+            results = self.pipeline.run_many(self.short, memories, begun, self.outs)
             for out, result in zip(self.outs, results, strict=True):
-                out.copy_(result.out)
+                if result.out.data_ptr() != out.data_ptr():
+                    out.copy_(result.out)
         each = zip(self.calls, self.serials, results, strict=True)
         return [Ran.by(self.pipeline, call, serial, result) for call, serial, result in each]
 

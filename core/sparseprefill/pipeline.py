@@ -355,10 +355,12 @@ class Pipeline(Runner):
         calls: Sequence[AttentionCall],
         memories: Sequence[Memory | None] | None = None,
         begun: Sequence[Plan] = (),
+        outs: Sequence[Tensor] = (),
     ) -> list[Result]:
         """Run several calls, with one launch for several where the executor can: see `begin`. Errors as of `run`.
 
-        memories: of each call's request; None for calls on their own, of different requests. begun: see `run_into`.
+        memories: of each call's request; None for calls on their own, of different requests. begun, outs: see
+        `run_into`; outputs need not lie there, each result tells where its own does.
         """
         for name, listed in (("calls", calls), ("memories", () if memories is None else memories)):
             if not isinstance(listed, Sequence):
@@ -372,7 +374,8 @@ class Pipeline(Runner):
             plans: Sequence[Plan | None] = begun[some] or [None] * len(calls[some])
             each = zip(calls[some], given[some], plans, strict=True)
             waiting = [self.begin(call, memory, plan) for call, memory, plan in each]
-            made = iter(self.execute([one for one in waiting if isinstance(one, Planned)]))
+            planned = [one for one in waiting if isinstance(one, Planned)]
+            made = iter(self.execute(planned, outs[some] if len(planned) == len(waiting) else ()))
             found += [self.finish(one, next(made)) if isinstance(one, Planned) else one for one in waiting]
         return found
 
@@ -391,12 +394,15 @@ class Pipeline(Runner):
                 return self._run_whole(call, memory, begun)
             return Planned(call, self.plan(call, memory, begun), memory)
 
-    def execute(self, planned: Sequence[Planned]) -> list[Result]:
-        """The second step: what the executor computes for calls that `begin` planned; errors as of `run`."""
+    def execute(self, planned: Sequence[Planned], outs: Sequence[Tensor] = ()) -> list[Result]:
+        """The second step: what the executor computes for calls that `begin` planned; errors as of `run`.
+
+        outs: tensors that the outputs may lie in.
+        """
         if not planned:
             return []
         with torch.cuda.device_of(planned[0].call.q):
-            return self.executing.execute_many([one.call for one in planned], [one.plan for one in planned])
+            return self.executing.execute_many([one.call for one in planned], [one.plan for one in planned], outs)
 
     def finish(self, planned: Planned, computed: Result) -> Result:
         """The last step: the call's result, corrected, and seen by the observers; errors as of `run`."""

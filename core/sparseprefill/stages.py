@@ -207,7 +207,7 @@ FLAG = Answer(
 )
 ATTRIBUTES = (("grain", GRAIN), ("head_scope", SCOPE), ("tail", TAIL), ("repeats", FLAG))
 """Things that a stage may say of itself, each with its rule."""
-QUESTIONS = ("unsupported", "workspace", "check_model", "execute_into", "execute_many")
+QUESTIONS = ("unsupported", "workspace", "check_model", "execute_into", "execute_many", "execute_many_into")
 """Methods that a stage may leave out."""
 
 
@@ -431,19 +431,26 @@ class ExecutorStage(Stage):
             raise StageError(f"{self.place}.execute_into() returned a Result of other tensors: {words}")
         return result
 
-    def execute_many(self, calls: Sequence[AttentionCall], plans: Sequence[Plan]) -> list[Result]:
-        """Run several calls at once; one by one where the executor has no such method, and where there is one call."""
+    def execute_many(
+        self, calls: Sequence[AttentionCall], plans: Sequence[Plan], outs: Sequence[Tensor] = ()
+    ) -> list[Result]:
+        """Run several calls at once; one by one where the executor has no such method, and where there is one call.
+
+        outs: tensors that outputs may lie in, ``[B, Hq, Nq, Dv]`` each, where the executor has a method for that; a
+        result tells where its own does.
+        """
         if not self.together or len(calls) < 2:
             return [self.execute(call, plan) for call, plan in zip(calls, plans, strict=True)]
+        verb = "execute_many_into" if outs and "execute_many_into" in self.questions else "execute_many"
         watches = [Watch.of(call, plan) for call, plan in zip(calls, plans, strict=True)]
-        made = self.ask("execute_many", RESULTS, calls, plans)
+        made = self.ask(verb, RESULTS, calls, plans, *([outs] if verb != "execute_many" else []))
         for watch in watches:
-            self._left_alone("execute_many", watch)
+            self._left_alone(verb, watch)
         if len(made) != len(calls):
             words = f"it must return one for each of {len(calls)} calls"
-            raise StageError(f"{self.place}.execute_many() returned {len(made)} Results: {words}")
+            raise StageError(f"{self.place}.{verb}() returned {len(made)} Results: {words}")
         each = zip(calls, plans, made, strict=True)
-        return [self._computed("execute_many", call, plan, one) for call, plan, one in each]
+        return [self._computed(verb, call, plan, one) for call, plan, one in each]
 
     def accumulate(self, call: AttentionCall, plan: Plan) -> SoftmaxState:
         """The executor's softmax state over a plan, not normalised."""

@@ -48,7 +48,7 @@ from sparseprefill.kernels.family.chips import row
 from sparseprefill.kernels.family.record import Family
 from sparseprefill.kernels.hopper import launch as hopper
 from sparseprefill.kernels.hopper.record import HOPPER, HOPPER_INT8
-from sparseprefill.kernels.lists.order import draws
+from sparseprefill.kernels.lists.order import draws_of_lists
 from sparseprefill.kernels.sampled import by_tile, floor
 from sparseprefill.kernels.sampled import mass as sampled
 from sparseprefill.kernels.statistics.key_means import key_means
@@ -269,7 +269,7 @@ class Order:
     """The order of query blocks."""
 
     def run(self) -> None:
-        draws(torch.zeros(1536, dtype=torch.int32), None, 16, 132)
+        draws_of_lists(torch.zeros(1, 12, 128, dtype=torch.int32), None, 0, 1, 16, 132)
 
 
 @frozen(eq=False)

@@ -11,6 +11,7 @@ import json
 import random
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -106,16 +107,9 @@ def pages(cache: Tensor, table: Tensor, keys: int) -> Pages:
     return pages_of(cache, WIDTH, table, keys, dtype=DTYPE)
 
 
-def drawn(keys: Tensor, items: Tensor | None, least: int, programs: int) -> Tensor:
-    """Draws of programs, of which the launch that makes it is noted alone."""
-    order.draws(keys, items, least, programs)
-    return torch.zeros(1 + 2 * keys.numel(), dtype=torch.int32)
-
-
-def drawn_of_lists(counts: Tensor, more: Tensor | None, ratio: int, per: int, least: int, programs: int) -> Tensor:
-    """The same of lists."""
-    order.draws_of_lists(counts, more, ratio, per, least, programs)
-    return torch.zeros(1 + 2 * counts.numel() * per, dtype=torch.int32)
+def drawn(make: Callable[..., Tensor], *given: Any) -> Tensor:
+    """Draws of programs, of which the launch that makes them is noted alone."""
+    return torch.zeros_like(make(*given))
 
 
 def lengths(pipeline: Pipeline, seen: set[tuple[str, str]]) -> list[str]:
@@ -144,7 +138,8 @@ def main(methods: Sequence[str]) -> None:
     known(HOPPER_INT8, HOPPER)
     replace(JITFunction, run=recording(seen))
     replace(looks, readable=lambda _: False)  # lists that nobody filled
-    replace(hopper, draws=drawn, draws_of_lists=drawn_of_lists)
+    of_lists, of_requests = (partial(drawn, make) for make in (order.draws_of_lists, order.draws_of_requests))
+    replace(hopper, draws_of_lists=of_lists, draws_of_requests=of_requests)
     registry = default_registry()
     found: dict[str, dict[str, Any]] = {}
     for name in methods:

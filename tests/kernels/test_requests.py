@@ -66,6 +66,20 @@ def check(calls: Sequence[AttentionCall], plans: Sequence[Plan], cut: bool = Fal
         assert untouched(call)
 
 
+def check_into(calls: Sequence[AttentionCall], plans: Sequence[Plan]) -> None:
+    """Outputs lie in rows of one tensor, as a host has them, and nothing beside them is written to."""
+    storage, q = calls[0].q.untyped_storage(), calls[0].q
+    rows = torch.full((storage.nbytes() // q.element_size(),), 7.0, dtype=q.dtype, device=DEVICE)
+    outs = [rows.as_strided(call.q.shape, call.q.stride(), call.q.storage_offset()) for call in calls]
+    within = TRITON.execute_many_into(calls, plans, outs)
+    for one, there, out in zip(TRITON.execute_many(calls, plans), within, outs, strict=True):
+        assert there.out.data_ptr() == out.data_ptr()
+        assert torch.equal(there.out, one.out)
+        assert torch.equal(there.lse, one.lse)
+        out.fill_(7.0)
+    assert bool((rows == 7.0).all())
+
+
 @st.composite
 def steps(draw: st.DrawFn) -> dict[str, Any]:
     rows = draw(st.lists(st.sampled_from(ROWS), min_size=1, max_size=4))
@@ -87,7 +101,20 @@ def steps(draw: st.DrawFn) -> dict[str, Any]:
 @given(step=steps(), kind=st.sampled_from(KINDS), tile=st.sampled_from([(32, 16), (64, 64), (128, 64)]))
 def test_any_step(step: dict[str, Any], kind: str, tile: tuple[int, int]) -> None:
     calls = step_of(**step)
-    check(calls, plans_of(calls, kind, tile))
+    plans = plans_of(calls, kind, tile)
+    check(calls, plans)
+    check_into(calls, plans)
+
+
+def test_outputs_of_another_layout_are_copied() -> None:
+    """Tensors that are no rows of one."""
+    calls = step_of(SIZES, device=DEVICE)
+    plans, outs = plans_of(calls, "both"), [torch.zeros_like(call.q) for call in calls]
+    for there, one, out in zip(
+        TRITON.execute_many_into(calls, plans, outs), TRITON.execute_many(calls, plans), outs, strict=True
+    ):
+        assert there.out is out
+        assert torch.equal(out, one.out)
 
 
 @each(HOPPER, dtype=HALVES, width=[64, 128, 256], page=[16, 128], layout=sorted(LAYOUTS))
@@ -108,6 +135,7 @@ def test_long_steps(
             assert served == {kernel.name}
             assert launches == [len(calls)]
             check(calls, plans, cut=max(keys for _, keys in sizes) > 4000)
+            check_into(calls, plans)
 
 
 @each(HOPPER)

@@ -3,10 +3,10 @@
 *host*: microseconds until its last launch is made, as a server runs it: repeated, its record kept; *asked*: where every
 stage is asked in each layer; *first*: of the first layer of a step in sizes that no step had before, which is recorded.
 On a GPU launches are real and nobody waits for them, and made-up heads are also timed layer after layer (*layers*),
-from a CUDA graph of each (*graph*), and beside the fastest dense kernel that is installed (*dense*); a graph's output
-is held to its layer's, bit by bit. `--kernels` tells what each of a layer's kernels takes. Without a GPU kernels are
-compiled for an H100 and a driver that does nothing takes their launches, so that what PyTorch and the driver take comes
-on top.
+from a CUDA graph of each (*graph*), and of one request beside the fastest dense kernel that is installed (*dense*); a
+graph's output is held to its layer's, bit by bit. `--kernels` tells what each of a layer's kernels takes. Without a GPU
+kernels are compiled for an H100 and a driver that does nothing takes their launches, so that what PyTorch and the driver
+take comes on top.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 from attrs import asdict, evolve, field, frozen
-from sparseprefill.adapters.calibration.layers import Slots, ask
+from sparseprefill.adapters.calibration.layers import Slots
+from sparseprefill.adapters.session.ledger import Ran
 from sparseprefill.adapters.session.options import HostOptions
 from sparseprefill.adapters.session.repeat import Asking, Repeat
 from sparseprefill.adapters.session.session import Prefill, Session
@@ -41,6 +42,7 @@ class Host:
     else 0; pairs: share of the causal pairs that it computes there; kernels: of each, if asked for."""
 
     method: str
+    requests: int
     rows: int
     keys: int
     heads: int
@@ -58,13 +60,18 @@ class Host:
     kernels: dict[str, float] = field(factory=dict)
 
     def __str__(self) -> str:
-        sizes = f"{self.method}, {self.rows:,} rows of {self.keys:,} keys, {self.heads} / {self.kv_heads} heads"
+        several = f"{self.requests} requests of " if self.requests > 1 else ""
+        sizes = (
+            f"{self.method}, {several}{self.rows:,} rows of {self.keys:,} keys, {self.heads} / {self.kv_heads} heads"
+        )
         text = f"{sizes}, d {self.width}: {self.launches} launches, host {self.host:.0f} us, asked {self.asked:.0f}"
         text = f"{text}, first {self.first:.0f}"
         if not self.layers:
             return text
-        gpu = f"layers {self.layers:.0f}, graph {self.graph:.0f}, dense {self.dense:.0f} ({self.kernel})"
-        text = f"{text}; {gpu}: {self.dense / self.layers:.2f} x, at {self.pairs:.1%} of the pairs"
+        text = f"{text}; layers {self.layers:.0f}, graph {self.graph:.0f}"
+        if self.dense:
+            text = f"{text}, dense {self.dense:.0f} ({self.kernel}): {self.dense / self.layers:.2f} x"
+        text = f"{text}, at {self.pairs:.1%} of the pairs"
         return "\n".join((text, *(f"{time:10.1f} us  {name[:60]}" for name, time in self.kernels.items())))
 
 
@@ -78,40 +85,57 @@ def idle() -> None:
     pretend(Loading(lambda *_: None))
     known(HOPPER)
     executor = TritonExecutor()
-    replace(AutoExecutor, choose=lambda *_: executor, execute_many=lambda _, *given: executor.execute_many(*given))
+    many = {name: getattr(executor, name) for name in ("execute_many", "execute_many_into")}
+    ours = {name: lambda _, *given, run=run: run(*given) for name, run in many.items()}
+    replace(AutoExecutor, choose=lambda *_: executor, **ours)
     replace(kernels, serve=lambda _: True, serve_device=lambda _: True, serve_rows=lambda _: True)
 
 
 class Layer:
-    """A layer of a server, with its own cache."""
+    """A layer of a server, with its own cache. Requests of a step have as many rows and keys each."""
 
-    def __init__(self, rows: int, keys: int, shape: tuple[int, int, int], seed: int) -> None:
+    def __init__(self, requests: int, rows: int, keys: int, shape: tuple[int, int, int], seed: int) -> None:
         heads, kv_heads, width = shape
         device, dtype = "cuda" if torch.cuda.is_available() else "cpu", torch.bfloat16
         self.rows, self.keys, self.width = rows, keys, width
         count = -(-keys // PAGE)
-        self.cache = torch.empty(count, kv_heads, PAGE, 2 * width, dtype=dtype, device=device)
-        self.table = torch.arange(count, dtype=torch.int32, device=device)
-        self.query = torch.empty(rows, heads, width, dtype=dtype, device=device)
+        self.cache = torch.empty(requests * count, kv_heads, PAGE, 2 * width, dtype=dtype, device=device)
+        self.tables = torch.arange(requests * count, dtype=torch.int32, device=device).view(requests, count)
+        self.query = torch.empty(requests * rows, heads, width, dtype=dtype, device=device)
         if device == "cuda":
             from sparseprefill.testing.heads import head_tensors
 
             sizes: dict[str, Any] = {"q_len": count * PAGE, "heads": heads, "kv_heads": kv_heads, "head_dim": width}
-            q, k, v = head_tensors(**sizes, seed=seed, device=device, dtype=dtype)
-            self.query.copy_(q[0, :, keys - rows : keys].transpose(0, 1))
-            both = torch.cat([k, v], -1)[0]  # [Hkv, N, 2 * D]
-            self.cache.copy_(both.unflatten(1, (count, PAGE)).transpose(0, 1))
+            for i, table in enumerate(self.tables):
+                q, k, v = head_tensors(**sizes, seed=seed + LAYERS * i, device=device, dtype=dtype)
+                self.query[i * rows : (i + 1) * rows].copy_(q[0, :, keys - rows : keys].transpose(0, 1))
+                both = torch.cat([k, v], -1)[0]  # [Hkv, N, 2 * D]
+                self.cache[table.long()] = both.unflatten(1, (count, PAGE)).transpose(0, 1)
         self.output = torch.empty_like(self.query)
 
     @property
     def slots(self) -> Slots:
         """As vLLM's adapter has them."""
-        return self.query, self.output, self.cache, self.table
+        return self.query, self.output, self.cache, self.tables
 
-    def call(self, index: int) -> AttentionCall:
-        """As vLLM's adapter makes it."""
-        pages = pages_of(self.cache, self.width, self.table, self.keys, dtype=self.query.dtype)
-        return AttentionCall(self.query.transpose(0, 1)[None], pages, pages, prompt_lengths=self.keys, layer=index)
+    def calls(self, index: int) -> list[AttentionCall]:
+        """One of each request, as vLLM's adapter makes it."""
+
+        def of(rows: torch.Tensor, table: torch.Tensor) -> AttentionCall:
+            pages = pages_of(self.cache, self.width, table, self.keys, dtype=rows.dtype)
+            return AttentionCall(rows.transpose(0, 1)[None], pages, pages, prompt_lengths=self.keys, layer=index)
+
+        return [of(*each) for each in zip(self.query.split(self.rows), self.tables, strict=True)]
+
+    def ask(self, session: Session, index: int, prefills: Sequence[Prefill], slots: Slots = ()) -> Repeat | None:
+        """Have a session compute it; what does the same for other layers."""
+        repeats: list[Repeat] = []
+        asked = [(call, prefill, None) for call, prefill in zip(self.calls(index), prefills, strict=True)]
+        outs = [one.transpose(0, 1)[None] for one in self.output.split(self.rows)]
+        for found in session.run_many(asked, outs, slots, repeats):
+            if not isinstance(found, Ran):
+                raise RuntimeError(f"a layer did not run: {found}")
+        return repeats[0] if repeats else None
 
 
 class Asked:
@@ -122,24 +146,31 @@ class Asked:
 
 
 def measure(
-    method: str, rows: int, keys: int, shape: tuple[int, int, int], rounds: int, asks: bool, each: bool = False
+    method: str,
+    rows: int,
+    keys: int,
+    shape: tuple[int, int, int],
+    rounds: int,
+    asks: bool,
+    each: bool = False,
+    requests: int = 1,
 ) -> Host:
-    """Time a method's layers of these sizes. asks: each layer asks the estimator. each: time each kernel, on a GPU."""
+    """Time a method's layers of these sizes. asks: each layer asks the estimator. each: time each kernel, on a GPU.
+    requests: of a step, with so many rows and keys each."""
     made = sp.build(method)
 
     def session() -> Session:
         return Session(evolve(made, estimator=Asked(made.estimator)) if asks else made, HostOptions(recall_every=0))
 
     sessions = [session() for _ in range(FRESH + 5)]
-    layers, prefill = [Layer(rows, keys, shape, seed) for seed in range(LAYERS)], Prefill()
+    layers = [Layer(requests, rows, keys, shape, seed) for seed in range(LAYERS)]
+    prefills = [Prefill() for _ in range(requests)]
 
     def asked(index: int, slots: Slots = ()) -> Repeat | None:
-        layer = layers[index]
-        return ask(sessions[0], layer.call(index), prefill, layer.output.transpose(0, 1)[None], slots)
+        return layers[index].ask(sessions[0], index, prefills, slots)
 
     def first(_: int) -> None:
-        layer = layers[0]
-        ask(sessions.pop(), layer.call(0), Prefill(), layer.output.transpose(0, 1)[None], layer.slots)
+        layers[0].ask(sessions.pop(), 0, [Prefill() for _ in range(requests)], layers[0].slots)
 
     asked(0)  # compiles
     repeat = asked(0, layers[0].slots)
@@ -153,13 +184,13 @@ def measure(
     step = repeat.how.rest if isinstance(repeat.how, Asking) else repeat.how
     counted = 0 if isinstance(step, str) else len(step.work)
     if not torch.cuda.is_available():
-        return Host(method, rows, keys, *shape, counted, host, asking, recorded)
+        return Host(method, requests, rows, keys, *shape, counted, host, asking, recorded)
     found = sessions[0].report("lab", "none")
     density = next(one.density for one in found.layers if one.density is not None)
-    kernel, dense = _dense(layers[0])
+    kernel, dense = _dense(layers[0]) if requests == 1 else ("", 0.0)
     times = _device(again, rounds), _device(_graphs(again, layers), rounds), dense
     kernels = _kernels(again, rounds) if each else {}
-    return Host(method, rows, keys, *shape, counted, host, asking, recorded, *times, kernel, density, kernels)
+    return Host(method, requests, rows, keys, *shape, counted, host, asking, recorded, *times, kernel, density, kernels)
 
 
 def _host(run: Callable[[int], Any], rounds: int) -> float:
@@ -223,7 +254,7 @@ def _dense(layer: Layer) -> tuple[str, float]:
     """The fastest dense kernel for the layer's call, and its microseconds."""
     from lab.bench.baseline import baseline
 
-    call = layer.call(0)
+    (call,) = layer.calls(0)
     plain = AttentionCall(call.q, call.k, call.v)
     found = baseline(plain, [layer.keys])
     return found.kernel, _device(lambda _: found.run(), 20)
@@ -235,6 +266,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--method", nargs="+", default=["rowmax"])
     parser.add_argument("--rows", type=int, nargs="+", default=[8192])
     parser.add_argument("--keys", type=int, nargs="+", default=[32768])
+    parser.add_argument("--requests", type=int, default=1, help="of a step, with so many rows and keys each")
     parser.add_argument("--shape", type=int, nargs=3, default=(12, 2, 128), metavar=("HEADS", "KV_HEADS", "WIDTH"))
     parser.add_argument("--asks", action="store_true", help="ask the estimator in each layer, as if it did not repeat")
     parser.add_argument("--kernels", action="store_true", help="on a GPU, also tell what each kernel takes")
@@ -245,7 +277,8 @@ def main(arguments: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         idle()
     for method, rows, keys in product(given.method, given.rows, given.keys):
-        found = measure(method, min(rows, keys), keys, tuple(given.shape), given.rounds, given.asks, given.kernels)
+        sizes = min(rows, keys), keys, tuple(given.shape)
+        found = measure(method, *sizes, given.rounds, given.asks, given.kernels, given.requests)
         print(json.dumps(asdict(found)) if given.json else found, flush=True)  # noqa: T201
     return 0
 

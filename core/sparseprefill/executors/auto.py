@@ -75,6 +75,15 @@ class AutoExecutor:
             return [self.execute(call, plan) for call, plan in zip(calls, plans, strict=True)]
         return self._triton.execute_many(calls, plans)
 
+    def execute_many_into(
+        self, calls: Sequence[AttentionCall], plans: Sequence[Plan], outs: Sequence[Tensor]
+    ) -> list[Result]:
+        """Run `execute_many`, and leave the outputs in tensors of the caller."""
+        if calls and all(call.q.is_cuda for call in calls):
+            return self._triton.execute_many_into(calls, plans, outs)
+        made = zip(self.execute_many(calls, plans), outs, strict=True)
+        return [evolve(result, out=out.copy_(result.out)) for result, out in made]
+
     def accumulate(self, call: AttentionCall, plan: Plan) -> SoftmaxState:
         """The unnormalised state of one call, by the executor that `choose` names: see `SparseExecutor.accumulate`."""
         return self.choose(call).accumulate(call, plan)

@@ -107,6 +107,18 @@ class TritonExecutor:
         So do requests of one step whose keys and values stand in one cache, where their plans are masks alone, of the
         same tiles: no carry, probe or thresholds. Every other call is launched by itself.
         """
+        return self._execute_many(calls, plans, ())
+
+    @uncast
+    def execute_many_into(
+        self, calls: Sequence[AttentionCall], plans: Sequence[Plan], outs: Sequence[Tensor]
+    ) -> list[Result]:
+        """Run `execute_many` with outputs in tensors of the caller; without a copy where they are rows of one."""
+        return self._execute_many(calls, plans, outs)
+
+    def _execute_many(
+        self, calls: Sequence[AttentionCall], plans: Sequence[Plan], outs: Sequence[Tensor]
+    ) -> list[Result]:
         alike: dict[object, list[int]] = {}
         for i, (call, plan) in enumerate(zip(calls, plans, strict=True)):
             self._checked(call, plan)
@@ -115,15 +127,32 @@ class TritonExecutor:
             alike.setdefault(i if alone else key, []).append(i)
         made: dict[int, Result] = {}
         for group in alike.values():
+            group.sort(key=lambda i: calls[i].kv_len, reverse=True)  # long work first, so that all end together
+            some, into = [calls[i] for i in group], [outs[i] for i in group] if outs else []
             if len(group) == 1:
-                made[group[0]] = self.execute(calls[group[0]], plans[group[0]])
+                found = [self._alone(some[0], plans[group[0]], *into)]
             else:
-                group.sort(key=lambda i: calls[i].kv_len, reverse=True)  # long work first, so that all end together
-                some, masks = [calls[i] for i in group], [plans[i].mask for i in group]
-                with torch.cuda.device_of(some[0].q):
-                    found, kernel = attention.sparse_attention_together(some, masks, self.kernels, self._reduced)
-                made.update((i, Result(*one, plans[i], kernels=(kernel,))) for i, one in zip(group, found, strict=True))
+                found = self._together(some, [plans[i] for i in group], into)
+            made.update(zip(group, found, strict=True))
         return [made[i] for i in range(len(calls))]
+
+    def _alone(self, call: AttentionCall, plan: Plan, out: Tensor | None = None) -> Result:
+        if out is None:
+            return self.execute(call, plan)
+        exact = call.q.dtype == torch.float64
+        lse = torch.empty(call.q.shape[:3], dtype=torch.float64 if exact else torch.float32, device=call.q.device)
+        return self.execute_into(call, plan, out, lse)
+
+    def _together(self, calls: Sequence[AttentionCall], plans: Sequence[Plan], outs: Sequence[Tensor]) -> list[Result]:
+        masks, into = [plan.mask for plan in plans], outs if outs and together.alike(outs) else ()
+        with torch.cuda.device_of(calls[0].q):
+            found, kernel = attention.sparse_attention_together(calls, masks, self.kernels, self._reduced, into)
+        made = [Result(*one, plan, kernels=(kernel,)) for one, plan in zip(found, plans, strict=True)]
+        if not outs:
+            return made
+        return [
+            evolve(result, out=out if into else out.copy_(result.out)) for result, out in zip(made, outs, strict=True)
+        ]
 
     def _execute(self, call: AttentionCall, plan: Plan, into: tuple[Tensor, Tensor] | None) -> Result:
         call = self._checked(call, plan)

@@ -393,7 +393,7 @@ def test_a_trained_model_profile_by_profile(commands: engine.Commands, tmp_path:
     names = ["CPU_ATTN", "off", "dense", "narrow"]
     rows = {name: [row for row in found["rows"] if row["backend"] == name and row["tokens"]] for name in names}
     for name, ours in rows.items():
-        first, fresh, behind, load, inside, end = ours
+        first, _, behind, load, inside, end = ours
         assert ["first", "fresh", "behind", "load", "inside, code 0", "end"] == [row["what"] for row in ours], name
         assert (3072, 0, 768, 512) == (first["tokens"], first["cached"], behind["tokens"], behind["cached"])
         assert (3, 512) == (load["figures"]["requests"], load["tokens"])

@@ -90,13 +90,14 @@ def sparse_attention_together(
     masks: Sequence[SparseMask],
     known: tuple[Family, ...],
     reduced: Wanted = EXACTLY,
+    outs: Sequence[Tensor] = (),
 ) -> tuple[list[tuple[Tensor, Tensor]], Kernel]:
     """Out and LSE of several requests, as `sparse_attention_fwd` of each, from one launch; and which kernel it was.
 
     calls, masks: those with one `together.key`, of calls that may share a launch (`shares`). known: the kernels that may
-    serve.
+    serve. outs: tensors for the outputs, `alike`, in place of a new one.
     """
-    requests = Together.of(calls, masks)
+    requests = Together.of(calls, masks, outs)
     kernel, *_ = _launch(calls[0], masks[0], known, None, requests.out, requests.lse, None, None, requests, reduced)
     return requests.results(), kernel
 

@@ -22,8 +22,8 @@ class Together:
     """Requests of one launch.
 
     masks: of each. lists, bitmaps: `arrays` and `bitmap` of each mask. q: ``[1, Hq, N, D]``, from the first row of all to the last.
-    out, lse: of all rows, ``[1, Hq, n, D]`` and ``[1, Hq, n]``, and `begins`, where each request's lie. tile_rows: query
-    tiles of the longest. table: what is each one's own (`arguments`), on the device.
+    out, lse: ``[1, Hq, n, D]`` and ``[1, Hq, n]``, in which each request's rows lie in `places`. tile_rows: query tiles of
+    the longest. table: what is each one's own (`arguments`), on the device.
     """
 
     masks: tuple[SparseMask, ...]
@@ -32,25 +32,31 @@ class Together:
     q: Tensor
     out: Tensor
     lse: Tensor
-    begins: tuple[int, ...]
+    places: tuple[slice, ...]
     tile_rows: int
     table: Tensor
 
     @classmethod
-    def of(cls, calls: Sequence[AttentionCall], masks: Sequence[SparseMask]) -> Together:
-        """Put calls and masks of one `key` together. Nothing is read from a device; one small copy may go to it."""
+    def of(cls, calls: Sequence[AttentionCall], masks: Sequence[SparseMask], outs: Sequence[Tensor] = ()) -> Together:
+        """Put calls and masks of one `key` together. Nothing is read from a device; one small copy may go to it.
+
+        outs: of each call a tensor for its output, `alike`; by default there is a new one for all.
+        """
         recording = RECORDING.get()
         of_masks = [(*mask.arrays, mask.bitmap) for mask in masks]
         if recording is not None:
             of_masks = list(zip(*map(recording.gathered, zip(*of_masks, strict=True)), strict=True))
         lists, bitmaps = tuple(one[:-1] for one in of_masks), tuple(one[-1] for one in of_masks)
         lengths = [call.q.shape[2] for call in calls]
-        begins = tuple(sum(lengths[:i]) for i in range(len(lengths)))
         q, rows = _span([call.q for call in calls])
         heads, width = q.shape[1], calls[0].value_dim
-        # Heads beside tokens, as hosts keep them: each request's rows lie together.
-        out = torch.empty(sum(lengths), heads, width, dtype=q.dtype, device=q.device).transpose(0, 1)[None]
-        lse = torch.empty(1, heads, sum(lengths), dtype=torch.float32, device=q.device)
+        if outs:
+            out, begins = _span(outs)
+        else:  # heads beside tokens, as hosts keep them: each request's rows lie together
+            begins = [sum(lengths[:i]) for i in range(len(lengths))]
+            out = torch.empty(sum(lengths), heads, width, dtype=q.dtype, device=q.device).transpose(0, 1)[None]
+        places = tuple(slice(begin, begin + length) for begin, length in zip(begins, lengths, strict=True))
+        lse = torch.empty(1, heads, out.shape[2], dtype=torch.float32, device=q.device)
         pages = [Source.of(call).table for call in calls]
         tensors = [(one, *of, bits) for one, of, bits in zip(pages, lists, bitmaps, strict=True)]
         sizes = [_sizes(call, mask) for call, mask in zip(calls, masks, strict=True)]
@@ -62,13 +68,11 @@ class Together:
         if recording is not None:  # where these tensors lie then, it alone knows
             made = apart(torch.clone, made)
             recording.told(made, [x for one in table for x in one], _tensors_of(table, tensors))
-        return cls(tuple(masks), lists, bitmaps, q, out, lse, begins, tiles, made)
+        return cls(tuple(masks), lists, bitmaps, q, out, lse, places, tiles, made)
 
     def results(self) -> list[tuple[Tensor, Tensor]]:
         """out ``[1, Hq, Nq, D]`` and LSE ``[1, Hq, Nq]`` of each request, views."""
-        ends = (*self.begins[1:], self.lse.shape[2])
-        rows = [slice(begin, end) for begin, end in zip(self.begins, ends, strict=True)]
-        return [(self.out[:, :, one], self.lse[:, :, one]) for one in rows]
+        return [(self.out[:, :, one], self.lse[:, :, one]) for one in self.places]
 
     def blocks(self, block_m: int) -> tuple[int, ...]:
         """Query blocks of one head of each request."""
@@ -95,6 +99,17 @@ def key(call: AttentionCall, plan: Plan) -> Hashable | None:
     of_mask = (*grid, mask.has_tiles, mask.stripes is not None, mask.overlapping)
     logits = (call.softmax_scale, call.softcap, call.geometry.window, sinks)
     return rows, q.shape[1], q.shape[3], call.value_dim, q.stride()[1:3], q.dtype, cache, logits, of_mask
+
+
+def alike(outs: Sequence[Tensor]) -> bool:
+    """True if a launch may write to these tensors: rows of one, as a host has them."""
+    first = outs[0]
+    same = all(x.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() for x in outs)
+    strides = all(x.stride() == first.stride() and x.shape[0] == 1 for x in outs)
+    step = first.stride(2)
+    if not (same and strides and first.stride(3) == 1 and step > 0):
+        return False
+    return all((x.storage_offset() - first.storage_offset()) % step == 0 for x in outs)
 
 
 def _span(parts: Sequence[Tensor]) -> tuple[Tensor, list[int]]:

@@ -15,7 +15,7 @@ from sparseprefill.kernels.family.chips import multiprocessors
 from sparseprefill.kernels.family.record import Job, Launched, Wanted
 from sparseprefill.kernels.hopper.kernel import hopper_attention_fwd_kernel
 from sparseprefill.kernels.launch import enqueue
-from sparseprefill.kernels.lists.order import MOST, draws, draws_of_lists, most_pieces, prepare
+from sparseprefill.kernels.lists.order import MOST, draws_of_lists, draws_of_requests, most_pieces, prepare
 from sparseprefill.kernels.roles.arguments import Arguments, Cache, Eight, Outputs, Parts, Sizes
 from sparseprefill.kernels.roles.paging import PANEL
 from sparseprefill.kernels.roles.quantise import TILE, errors_of
@@ -288,7 +288,13 @@ def _pieces_together(requests: Together, blocks: int) -> tuple[Tensor | None, Te
     items = _items(requests.blocks(BLOCK_M), blocks, requests.q.shape[1], device)
     if items.numel() > MOST or not any(map(_uneven, masks)):
         return items, None
-    return None, draws(torch.cat([_keys(mask) for mask in masks]), items, _least(masks[0]), multiprocessors(device))
+    mask, lists = masks[0], requests.lists[0]
+    counts, more = (lists[3], lists[0]) if mask.stripes is not None else (lists[0], None)
+    assert counts is not None
+    sizes = blocks, mask.tile_q // BLOCK_M, mask.tile_k // mask.stripe_width, requests.q.shape[1]
+    of_lists = mask.stripes is not None, mask.tile_q, mask.group
+    programs = multiprocessors(device)
+    return None, draws_of_requests(requests.table, items, counts, more, sizes, of_lists, _least(mask), programs)
 
 
 @kept
@@ -309,14 +315,6 @@ def _least(mask: SparseMask) -> int:
     """Length of the shortest piece, as `_lengths` counts."""
     entry = mask.tile_k if mask.stripes is None else mask.stripe_width
     return max(1, LEAST_STEPS * BLOCK_M // entry)
-
-
-def _keys(mask: SparseMask) -> Tensor:
-    """int32 ``[items]``: how long the lists of each query block are, in tiles, or in stripes where the mask has some; as items
-    are numbered: a head's from the last block on."""
-    counts, more, ratio, per = _lengths(mask)
-    keys = counts if more is None else torch.add(counts, more, alpha=ratio)
-    return (keys if per == 1 else keys.repeat_interleave(per, dim=2)).flip(2).flatten()
 
 
 def _lengths(mask: SparseMask) -> tuple[Tensor, Tensor | None, int, int]:

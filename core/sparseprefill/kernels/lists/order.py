@@ -15,8 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparseprefill.kernels.attention.arguments import FIELDS, GROUP_ROWS, Q_OFFSET, STRIPE_LISTS, TILE_LISTS, TILE_ROWS
 from sparseprefill.kernels.launch import enqueue
 from sparseprefill.kernels.settings import FUSED, cdiv
+from sparseprefill.kernels.steps import floor_div
 
 BLOCK, AT_ONCE = 16, 512
 """Entries of a program, and others that each is compared with at once: a step's few hundred in one or two goes."""
@@ -33,15 +35,40 @@ fewer than the programs would find nothing to cut."""
 
 
 @triton.jit
-def _key(keys_ptr, more_ptr, entry, count, blocks, per, ratio):
-    """The keys of some entries, 0 behind the last. blocks: 0, or query blocks of a head, whose last one is its first
-    entry; `per` of them share a list, of which keys are counts, and `more` counts of what weighs `ratio` as much."""
-    at = entry
-    if blocks > 0:
+def _key(
+    counts_ptr, more_ptr, items_ptr, table_ptr, entry, count, blocks, per, ratio, heads,
+    STRIPES: tl.constexpr, TILE_Q: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """How long the lists of some entries are, 0 behind the last.
+
+    Of a head's query blocks the last is its first entry; `per` of them share a list of `counts`, and one of `more`,
+    whose entries weigh `ratio` as much. With a table (`attention.arguments`) an entry is what `items` names, a query block
+    of a request, which has `heads`: `counts` are of tiles, or with STRIPES of these, for GROUP query tiles of TILE_Q rows,
+    and `more` of tiles.
+    """
+    there = entry < count
+    if table_ptr is None:
         at = (entry // blocks) * (blocks // per) + (blocks - 1 - entry % blocks) // per
-    key = tl.load(keys_ptr + at, mask=entry < count, other=0)
-    if more_ptr is not None:
-        key += ratio * tl.load(more_ptr + at, mask=entry < count, other=0)
+        key = tl.load(counts_ptr + at, mask=there, other=0)
+        if more_ptr is not None:
+            key += ratio * tl.load(more_ptr + at, mask=there, other=0)
+    else:
+        item = tl.load(items_ptr + entry, mask=there, other=0)
+        head = item // blocks
+        row = (blocks - 1 - item % blocks) // per
+        of = table_ptr + (head // heads) * FIELDS
+        head = (head % heads).to(tl.int64)
+        at = tl.load(of + TILE_ROWS) * head + row
+        if STRIPES:
+            first = tl.load(of + Q_OFFSET).to(tl.int32)
+            group = floor_div(floor_div(first, TILE_Q) + row, GROUP)
+            group -= floor_div(first, TILE_Q * GROUP)
+            stripes = tl.load(of + STRIPE_LISTS) + tl.load(of + GROUP_ROWS) * head + group
+            key = tl.load(counts_ptr + stripes, mask=there, other=0)
+            if more_ptr is not None:
+                key += ratio * tl.load(more_ptr + tl.load(of + TILE_LISTS) + at, mask=there, other=0)
+        else:
+            key = tl.load(counts_ptr + tl.load(of + TILE_LISTS) + at, mask=there, other=0)
     return key
 
 
@@ -57,10 +84,13 @@ def _rank(key, entry, shift):
     return (key >> shift) * ENTRIES + (ENTRIES - 1 - entry)
 
 
-@triton.jit(do_not_specialize=("count", "blocks", "per", "ratio", "least", "shares"))
+@triton.jit(
+    do_not_specialize=("count", "blocks", "per", "ratio", "heads", "least", "shares"),
+    do_not_specialize_on_alignment=("counts_ptr", "more_ptr"),
+)  # fmt: skip
 def draws_kernel(
-    keys_ptr, more_ptr, items_ptr, draws_ptr, count, blocks, per, ratio, least, shares,
-    BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
+    counts_ptr, more_ptr, items_ptr, table_ptr, draws_ptr, count, blocks, per, ratio, heads, least, shares,
+    STRIPES: tl.constexpr, TILE_Q: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """draws: how many there are, then two words of each: the item, and its piece's number with their count above.
 
@@ -72,7 +102,10 @@ def draws_kernel(
     total = tl.zeros([AT_ONCE], tl.int64)
     longest = tl.zeros([AT_ONCE], tl.int32)
     for first in range(0, count, AT_ONCE):
-        some = _key(keys_ptr, more_ptr, first + tl.arange(0, AT_ONCE), count, blocks, per, ratio)
+        some = _key(
+            counts_ptr, more_ptr, items_ptr, table_ptr, first + tl.arange(0, AT_ONCE), count, blocks, per, ratio, heads,
+            STRIPES, TILE_Q, GROUP,
+        )  # fmt: skip
         total += some
         longest = tl.maximum(longest, some)
     share = tl.maximum((tl.sum(total, 0) + shares - 1) // shares, least).to(tl.int32)
@@ -81,13 +114,17 @@ def draws_kernel(
     while (limit >> shift) >= LENGTHS:
         shift += 1
     share |= (1 << shift) - 1  # so that what is cut ranks before all that is not: states are numbered as draws are
-    key = _key(keys_ptr, more_ptr, mine, count, blocks, per, ratio)
+    key = _key(
+        counts_ptr, more_ptr, items_ptr, table_ptr, mine, count, blocks, per, ratio, heads, STRIPES, TILE_Q, GROUP
+    )  # fmt: skip
     rank = _rank(key, mine, shift)
     places = tl.zeros([BLOCK, AT_ONCE], tl.int32)
     whole = tl.zeros([AT_ONCE], tl.int32)
     for first in range(0, count, AT_ONCE):
         other = first + tl.arange(0, AT_ONCE)
-        theirs = _key(keys_ptr, more_ptr, other, count, blocks, per, ratio)
+        theirs = _key(
+            counts_ptr, more_ptr, items_ptr, table_ptr, other, count, blocks, per, ratio, heads, STRIPES, TILE_Q, GROUP
+        )  # fmt: skip
         pieces = tl.where(other < count, _pieces(theirs, share), 0)
         whole += pieces
         places += tl.where(_rank(theirs, other, shift)[None, :] > rank[:, None], pieces[None, :], 0)
@@ -108,34 +145,45 @@ def most_pieces(programs: int) -> int:
     return 2 * HALVES * programs
 
 
-def draws(keys: Tensor, items: Tensor | None, least: int, programs: int) -> Tensor:
-    """int32 ``[1 + 2 m]``, as the kernel tells; what lies behind the last draw says nothing. keys: int32 ``[n]``, contiguous,
-    lengths of lists. items: int32 ``[n]``, None for their numbers. least: length of the shortest piece. programs: that draw."""
-    return _made(keys, None, items, keys.numel(), (0, 1, 0), least, programs)
-
-
 def draws_of_lists(counts: Tensor, more: Tensor | None, ratio: int, per: int, least: int, programs: int) -> Tensor:
-    """The same of the query blocks of all heads; of a head the last block is numbered first (`work.query_block`). counts:
-    int32 ``[B, H, R]``, of the lists. more: likewise, of lists whose entries weigh `ratio` as much; or None. per: query
-    blocks that share a list."""
+    """int32 ``[1 + 2 m]``, as the kernel tells, of the query blocks of all heads; of a head the last block is numbered first
+    (`work.query_block`). What lies behind the last draw says nothing.
+
+    counts: int32 ``[B, H, R]``, of the lists. more: likewise, of lists whose entries weigh `ratio` as much; or None. per:
+    query blocks that share a list. least: length of the shortest piece. programs: that draw.
+    """
     flat = None if more is None else more.contiguous()
-    sizes = counts.shape[2] * per, per, ratio
-    return _made(counts.contiguous(), flat, None, counts.numel() * per, sizes, least, programs)
+    tables = counts.contiguous(), flat, None, None
+    return _made(tables, counts.numel() * per, (counts.shape[2] * per, per, ratio, 1), (False, 1, 1), least, programs)
+
+
+def draws_of_requests(
+    table: Tensor, items: Tensor, counts: Tensor, more: Tensor | None, sizes: tuple[int, int, int, int],
+    lists: tuple[bool, int, int], least: int, programs: int,
+) -> Tensor:  # fmt: skip
+    """The same of the query blocks that several requests have, which `items` names, int32 ``[n]``.
+
+    table: see `attention.arguments`. counts, more: the first request's lists, contiguous. sizes: query blocks of a head,
+    those of a query tile, by how much an entry of `more` weighs, and heads. lists: whether `counts` are of stripes, rows of
+    a query tile, and query tiles of their group.
+    """
+    return _made((counts, more, items, table), items.numel(), sizes, lists, least, programs)
 
 
 def _made(
-    keys: Tensor,
-    more: Tensor | None,
-    items: Tensor | None,
+    tensors: tuple[Tensor | None, ...],
     count: int,
     sizes: tuple[int, ...],
+    lists: tuple[bool, int, int],
     least: int,
     programs: int,
 ) -> Tensor:
-    made = torch.empty(1 + 2 * (count + HALVES * programs), dtype=torch.int32, device=keys.device)
+    device = next(x.device for x in tensors if x is not None)
+    made = torch.empty(1 + 2 * (count + HALVES * programs), dtype=torch.int32, device=device)
+    stripes, tile_q, group = lists
     enqueue(draws_kernel, (cdiv(count, BLOCK),),
-        keys, more, items, made, count, *sizes, least, HALVES * programs, BLOCK=BLOCK, AT_ONCE=AT_ONCE,
-        num_warps=4, **FUSED,
+        *tensors, made, count, *sizes, least, HALVES * programs,
+        STRIPES=stripes, TILE_Q=tile_q, GROUP=group, BLOCK=BLOCK, AT_ONCE=AT_ONCE, num_warps=4, **FUSED,
     )  # fmt: skip
     return made
 
