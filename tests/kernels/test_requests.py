@@ -135,7 +135,8 @@ def test_long_steps(
             assert served == {kernel.name}
             assert launches == [len(calls)]
             check(calls, plans, cut=max(keys for _, keys in sizes) > 4000)
-            check_into(calls, plans)
+            if number == 1:
+                check_into(calls, plans)
 
 
 @each(HOPPER)

@@ -350,7 +350,7 @@ def test_answers_under_load(commands: engine.Commands, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--measure", "speed"), "--measure speed: write some of first, behind, load, inside, end"),
+        (("--measure", "speed"), "--measure speed: write some of first, fresh, behind, load, inside, end"),
         (("--behind", "1024"), "--behind 1024: write tokens as CACHED+NEW"),
         (("--behind", "1024+8"), "--behind: '8' is no number of tokens; write 16 or more"),
         (("--mix", "64,x"), "--mix: 'x' is no number of tokens"),

@@ -39,7 +39,7 @@ def _key(
     counts_ptr, more_ptr, items_ptr, table_ptr, entry, count, blocks, per, ratio, heads,
     STRIPES: tl.constexpr, TILE_Q: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """How long the lists of some entries are, 0 behind the last.
+    """Lengths of the lists of some entries, 0 behind the last.
 
     Of a head's query blocks the last is its first entry; `per` of them share a list of `counts`, and one of `more`,
     whose entries weigh `ratio` as much. With a table (`attention.arguments`) an entry is what `items` names, a query block
