@@ -39,14 +39,19 @@ def ask(session: Session, call: AttentionCall, prefill: Prefill, out: Tensor, sl
 def layers_of(call: AttentionCall, pipeline: Pipeline) -> Callable[[int], None]:
     """A function that runs a step of so many layers, each of which has the call's tensors. Each step is a new prompt's.
 
-    Sizes that a step had before are known to the next, as they are to a server.
+    Of a chunk the sizes are known from the step before, as they are to a server, whose chunks are alike; those of a
+    whole prompt are new, as most lengths are, so that its first layer is recorded.
     """
-    session = Session(pipeline, HostOptions(strict=True, tail=0, recall_every=0))
+
+    def fresh() -> Session:
+        return Session(pipeline, HostOptions(strict=True, tail=0, recall_every=0))
+
+    known = None if call.q.shape[2] == call.kv_len else fresh()
     rows = torch.empty_like(call.q.transpose(1, 2), memory_format=torch.contiguous_format)  # by token, as hosts have it
     out, slots = rows.transpose(1, 2), (*call.tensors, rows)
 
     def step(count: int) -> None:
-        prefill, repeat = Prefill(), None
+        prefill, repeat, session = Prefill(), None, known or fresh()
         with torch.cuda.device_of(call.q):
             for layer in range(count):
                 if repeat is None:

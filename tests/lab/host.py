@@ -5,8 +5,8 @@ stage is asked in each layer; *first*: of the first layer of a step in sizes tha
 On a GPU launches are real and nobody waits for them, and made-up heads are also timed layer after layer (*layers*),
 from a CUDA graph of each (*graph*), and of one request beside the fastest dense kernel that is installed (*dense*); a
 graph's output is held to its layer's, bit by bit. `--kernels` tells what each of a layer's kernels takes. Without a GPU
-kernels are compiled for an H100 and a driver that does nothing takes their launches, so that what PyTorch and the driver
-take comes on top.
+kernels are compiled for an H100 and a driver that does nothing takes their launches, so that what PyTorch and the
+driver take comes on top.
 """
 
 from __future__ import annotations

@@ -138,29 +138,33 @@ class Measuring:
     def _first(self, engine: Engine, name: str, wish: str | None) -> Iterator[Measured]:
         for tokens in self.lengths:
             ids = self.prompts(tokens, self.texts)[0].ids
-            yield self._timed(engine, "first", name, wish, lambda _, ids=ids: [ids])
+            yield self._timed(engine, "first", name, wish, [[ids]])
 
     def _fresh(self, engine: Engine, name: str, wish: str | None) -> Iterator[Measured]:
         """Each round some tokens shorter, so that no step before had the sizes of its last one."""
         for tokens in self.lengths:
             ids = self.prompts(tokens, self.texts)[0].ids
-            yield self._timed(engine, "fresh", name, wish, lambda number, ids=ids: [ids[: len(ids) - SHORTER * number]])
+            shorter = [[ids[: len(ids) - SHORTER * number]] for number in range(self.rounds + 1)]
+            yield self._timed(engine, "fresh", name, wish, shorter)
 
     def _behind(self, engine: Engine, name: str, wish: str | None) -> Iterator[Measured]:
         for cached, new in self.behind:
             ids = self.prompts(cached + new, self.texts)[0].ids
-            yield self._timed(engine, "behind", name, wish, lambda _, ids=ids, cached=cached: [ids[:cached], ids])
+            yield self._timed(engine, "behind", name, wish, [[ids[:cached], ids]])
 
     def _timed(
-        self, engine: Engine, what: str, name: str, wish: str | None, prompts: Callable[[int], Sequence[Sequence[int]]]
+        self, engine: Engine, what: str, name: str, wish: str | None, rounds: Sequence[Sequence[Sequence[int]]]
     ) -> Measured:
-        """The prompts of each round one after the other in an empty cache; the last one's first token counts."""
+        """The prompts of a round one after the other in an empty cache; the last one's first token counts.
+
+        rounds: in turn, one to warm up, and the first again at the end.
+        """
         desk = Desk(engine, 1, wish=wish)
         found: list[Life] = []
 
         def once() -> None:
             empty(engine)
-            lives = [Life(ids) for ids in prompts(len(found) + 1)]
+            lives = [Life(ids) for ids in rounds[len(found) % len(rounds)]]
             for life in lives:
                 desk.serve([life])
             found.append(lives[-1])
@@ -174,7 +178,7 @@ class Measuring:
         return Measured(
             backend=name,
             what=what,
-            tokens=len(prompts(0)[-1]),
+            tokens=len(rounds[0][-1]),
             cached=found[-1].cached,
             figures={**figures, "density": density(engine, once)},
             **watch.facts(),
