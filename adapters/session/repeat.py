@@ -81,7 +81,7 @@ class Work:
         else:
             results = self.pipeline.run_many(self.short, memories, begun, self.outs)
             for out, result in zip(self.outs, results, strict=True):
-                if result.out.data_ptr() != out.data_ptr():
+                if result.out.data_ptr() != out.data_ptr():  # it lies elsewhere
                     out.copy_(result.out)
         each = zip(self.calls, self.serials, results, strict=True)
         return [Ran.by(self.pipeline, call, serial, result) for call, serial, result in each]

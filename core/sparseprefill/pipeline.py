@@ -359,8 +359,8 @@ class Pipeline(Runner):
     ) -> list[Result]:
         """Run several calls, with one launch for several where the executor can: see `begin`. Errors as of `run`.
 
-        memories: of each call's request; None for calls on their own, of different requests. begun, outs: see
-        `run_into`; outputs need not lie there, each result tells where its own does.
+        memories: of each call's request; None for calls on their own, of different requests. begun: see
+        `run_into`. outs: of each call a tensor that its output may lie in; a result tells where it does.
         """
         for name, listed in (("calls", calls), ("memories", () if memories is None else memories)):
             if not isinstance(listed, Sequence):

@@ -436,8 +436,8 @@ class ExecutorStage(Stage):
     ) -> list[Result]:
         """Run several calls at once; one by one where the executor has no such method, and where there is one call.
 
-        outs: tensors that outputs may lie in, ``[B, Hq, Nq, Dv]`` each, where the executor has a method for that; a
-        result tells where its own does.
+        outs: tensors for the outputs, ``[B, Hq, Nq, Dv]`` each, which hold them then where the executor has a method
+        for that; else results lie elsewhere.
         """
         if not self.together or len(calls) < 2:
             return [self.execute(call, plan) for call, plan in zip(calls, plans, strict=True)]
@@ -450,7 +450,12 @@ class ExecutorStage(Stage):
             words = f"it must return one for each of {len(calls)} calls"
             raise StageError(f"{self.place}.{verb}() returned {len(made)} Results: {words}")
         each = zip(calls, plans, made, strict=True)
-        return [self._computed(verb, call, plan, one) for call, plan, one in each]
+        results = [self._computed(verb, call, plan, one) for call, plan, one in each]
+        into = outs if verb == "execute_many_into" else ()
+        if any(one.out.data_ptr() != out.data_ptr() for one, out in zip(results, into, strict=False)):
+            words = "they must hold the tensors that the caller gave, filled"
+            raise StageError(f"{self.place}.{verb}() returned Results of other tensors: {words}")
+        return results
 
     def accumulate(self, call: AttentionCall, plan: Plan) -> SoftmaxState:
         """The executor's softmax state over a plan, not normalised."""

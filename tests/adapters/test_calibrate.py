@@ -35,6 +35,7 @@ from sparseprefill import kernels
 from sparseprefill.breakeven.points import HeadShape, MethodTime, Point
 from sparseprefill.breakeven.table import BELOW, BreakEven
 from sparseprefill.executors.triton import TritonExecutor
+from sparseprefill.kernels.recording import Recording
 
 from .test_cli import refused
 
@@ -186,6 +187,29 @@ def test_where_kernels_serve_one_layer_of_a_step_is_asked(asked: list[int], monk
     step(3)
     step(2)
     assert [0, 0] == asked
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted")
+@pytest.mark.parametrize(("rows", "recordings"), [(32, 1), (64, 3)])
+def test_of_a_chunk_sizes_are_known_and_of_a_whole_prompt_new(
+    rows: int, recordings: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("serve", "serve_device"):
+        monkeypatch.setattr(kernels, name, lambda _: True)
+    made, step_of = list[int](), Recording.step
+
+    def step(self: Recording, found: Any) -> Any:
+        made.append(1)
+        return step_of(self, found)
+
+    monkeypatch.setattr(Recording, "step", step)
+    method = evolve(sp.build("streaming", sink=16, window=16, block=16), executor=TritonExecutor())
+    q, k, v = (torch.randn(1, heads, 64, 64) for heads in (2, 1, 1))
+    run = layers_of(sp.AttentionCall(q[:, :, 64 - rows :].contiguous(), k, v), method)
+    for _ in range(3):
+        run(2)
+    assert recordings == len(made)
 
 
 @pytest.mark.gpu

@@ -75,6 +75,10 @@ class Good:
     def execute_many(self, calls: Any, plans: Any) -> Any:
         return [sp.ReferenceExecutor().execute(call, plan) for call, plan in zip(calls, plans, strict=True)]
 
+    def execute_many_into(self, calls: Any, plans: Any, outs: Any) -> Any:
+        each = zip(self.execute_many(calls, plans), outs, strict=True)
+        return [evolve(one, out=out.copy_(one.out)) for one, out in each]
+
     def accumulate(self, call: Any, plan: Any) -> Any:
         return sp.ReferenceExecutor().accumulate(call, plan)
 
@@ -97,6 +101,7 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
     "execute": ("executor",),
     "execute_into": ("executor",),
     "execute_many": ("executor",),
+    "execute_many_into": ("executor",),
     "accumulate": ("executor",),
     "observe": ("observer",),
     "judge": ("gate",),
@@ -167,6 +172,7 @@ def ask(role: str, question: str, stage: Any) -> None:
         return
     made.run(CALL)
     made.run_many([CALL, CALL])
+    made.run_many([CALL, CALL], outs=[torch.empty_like(CALL.q) for _ in range(2)])
     made.bound(CALL)
     made.check_model(MODEL)
     made.executing.accumulate(CALL, Plan(SparseMask.full(CALL, 4)))
@@ -230,7 +236,9 @@ def test_errors_of_the_library_pass(question: str) -> None:
     assert mine is caught.value
 
 
-@pytest.mark.parametrize("question", ["unsupported", "workspace", "check_model", "execute_into", "execute_many"])
+@pytest.mark.parametrize(
+    "question", ["unsupported", "workspace", "check_model", "execute_into", "execute_many", "execute_many_into"]
+)
 def test_a_question_that_is_no_function(question: str) -> None:
     stage = type("Odd", (Good,), {question: 3})()
     with pytest.raises(sp.StageError, match=rf"my-method: Odd\.{question} is 3: it must be a function, or None"):
@@ -293,6 +301,26 @@ def test_an_executor_that_leaves_out_a_call() -> None:
     assert isinstance(made, sp.Pipeline)
     with pytest.raises(sp.StageError, match=r"Odd\.execute_many\(\) returned 1 Results: it must return one"):
         made.run_many([CALL, CALL])
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_outputs_of_several_calls_lie_in_the_callers_tensors(inside: bool) -> None:
+    stage = Good()
+    if not inside:
+        stage.execute_many_into = lambda calls, plans, outs: stage.execute_many(calls, plans)  # type: ignore[method-assign]
+    made, outs = build("executor", stage), [torch.zeros_like(CALL.q) for _ in range(2)]
+    assert isinstance(made, sp.Pipeline)
+    if not inside:
+        with pytest.raises(
+            sp.StageError, match=r"execute_many_into\(\) returned Results of other tensors: they must hold"
+        ):
+            made.run_many([CALL, CALL], outs=outs)
+        return
+    for result, out, alone in zip(
+        made.run_many([CALL, CALL], outs=outs), outs, made.run_many([CALL, CALL]), strict=True
+    ):
+        assert result.out is out
+        assert torch.equal(out, alone.out)
 
 
 @pytest.mark.parametrize("make_mask", [lambda: None, lambda: 1 // 0], ids=["none", "raises"])

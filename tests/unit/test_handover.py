@@ -65,6 +65,10 @@ class Does:
         self.act(calls[-1], plans[-1], None)
         return [sp.ReferenceExecutor().execute(call, plan) for call, plan in zip(calls, plans, strict=True)]
 
+    def execute_many_into(self, calls: Any, plans: Any, outs: Any) -> Any:
+        made = self.execute_many(calls, plans)
+        return [evolve(one, out=out.copy_(one.out)) for one, out in zip(made, outs, strict=True)]
+
 
 def fresh(length: int = 96, batch: int = 1, **options: Any) -> sp.AttentionCall:
     return make(length, batch=batch, heads=4, kv_heads=2, **options)
@@ -138,7 +142,7 @@ def test_a_stage_that_writes_in_place_is_named(role: str, name: str) -> None:
         check_laws(pipeline_of(role, act), tuple(LAWS), calls=[full()])
 
 
-@pytest.mark.parametrize("verb", ["accumulate", "execute_into", "execute_many"])
+@pytest.mark.parametrize("verb", ["accumulate", "execute_into", "execute_many", "execute_many_into"])
 def test_whatever_an_executor_is_asked(verb: str) -> None:
     call, plan = fresh(), near
     stage = pipeline_of("execute", WRITES["call.q"], near).executing
@@ -147,6 +151,7 @@ def test_whatever_an_executor_is_asked(verb: str) -> None:
         "accumulate": lambda: stage.accumulate(call, plan(call)),
         "execute_into": lambda: stage.execute_into(call, plan(call), *into),
         "execute_many": lambda: stage.execute_many([call, call], [plan(call), plan(call)]),
+        "execute_many_into": lambda: stage.execute_many([call, call], [plan(call), plan(call)], [into[0]] * 2),
     }
     with pytest.raises(sp.StageError, match=rf"third: Does\.{verb}\(\) wrote to call\.q in place"):
         asked[verb]()

@@ -53,9 +53,12 @@ VERBS: dict[str, Callable[..., Any]] = {
     "accumulate": lambda one, call, plan: one.accumulate(call, plan),
     "execute_into": lambda one, call, plan: one.execute_into(call, plan, CALL.q, CALL.q[..., 0]),
     "execute_many": lambda one, call, plan: one.execute_many([call, CALL], [plan, sp.Plan(sp.SparseMask.full(CALL))]),
+    "execute_many_into": lambda one, call, plan: one.execute_many_into(
+        [call, CALL], [plan, sp.Plan(sp.SparseMask.full(CALL))], [CALL.q, CALL.q]
+    ),
 }
 MANY = (sp.AutoExecutor(), TritonExecutor())
-RUNS = [(verb, one) for verb in VERBS for one in (CPU, REFERENCE, *MANY) if verb != "execute_many" or one in MANY]
+RUNS = [(verb, one) for verb in VERBS for one in (CPU, REFERENCE, *MANY) if "many" not in verb or one in MANY]
 
 
 @pytest.mark.parametrize("other", OTHERS)
@@ -82,6 +85,15 @@ def test_every_call_needs_its_plan() -> None:
     assert 2 == len(sp.AutoExecutor().execute_many(calls, plans))
     with pytest.raises(ValueError, match="shorter"):
         sp.AutoExecutor().execute_many(calls, plans[:1])
+
+
+def test_outputs_of_several_calls_are_left_in_the_callers_tensors() -> None:
+    calls = [make(8), make(8)]
+    plans, outs = [sp.Plan(sp.SparseMask.full(call, 4)) for call in calls], [torch.zeros_like(call.q) for call in calls]
+    found = sp.AutoExecutor().execute_many_into(calls, plans, outs)
+    for one, alone, out in zip(found, sp.AutoExecutor().execute_many(calls, plans), outs, strict=True):
+        assert one.out is out
+        assert torch.equal(out, alone.out)
 
 
 def test_no_calls_need_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
