@@ -22,7 +22,7 @@ from lab.bench.clock import Clock
 from lab.frontier import points
 from lab.frontier.app import app
 from lab.frontier.layers import Layers, LayersTime
-from lab.frontier.points import Point, frontier, recommended, spread
+from lab.frontier.points import Point, fastest, frontier, recommended, spread
 from lab.frontier.results import markdown
 from sparseprefill.errors import ParameterError
 
@@ -179,6 +179,25 @@ def test_what_is_recommended_keeps_the_answers_inside_and_behind(
     assert (None if found is None else found["density"]) == expected
 
 
+@pytest.mark.parametrize(
+    ("points", "expected"),
+    [
+        ([(100, 3.0), (99, 2.0), (98, 1.0)], 2.0),
+        ([(98, 2.0), (97, 1.0)], None),
+        ([(99, 2.0), (None, 1.0), (99, None)], 2.0),
+        ([], None),
+    ],
+)
+def test_the_fastest_keeps_what_dense_copies(
+    points: list[tuple[int | None, float | None]], expected: float | None
+) -> None:
+    """Of texts without restated passages, and of what was not timed, nobody knows."""
+    copied = [None if right is None else {"right": right, "dense_right": 100} for right, _ in points]
+    told = [{**written(9, 0.1, 0.5, seconds=t), "copies": one} for one, (_, t) in zip(copied, points, strict=True)]
+    found = fastest([*told, {**written(9, 0.1, 0.1, "no room", seconds=0.1), "copies": None}], 0.99)
+    assert (None if found is None else found["attention"]["seconds"]) == expected
+
+
 def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, list(arguments))
 
@@ -227,7 +246,7 @@ def test_settings_from_a_run_on_other_texts(tmp_path: Path) -> None:
     facts = json.loads(result.stdout)
     expected = {"block": 64, "stride": 8, "threshold": 0.25}
     assert expected == facts["points"][-1]["parameters"]
-    assert str(file) == facts["from"]
+    assert [str(file)] == facts["from"]
     refused(run(*SHORT, *few, "--seed", "1001"), "--from", "the same texts", "a --seed other than 1001")
     twice = file.read_text().replace("{", '{"seed": 77, ', 1)
     for text in ("{", "[]", twice, '{"seed": 1, "texts": 1, "points": []}', '{"seed": 1}'):

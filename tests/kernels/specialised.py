@@ -107,9 +107,9 @@ def pages(cache: Tensor, table: Tensor, keys: int) -> Pages:
     return pages_of(cache, WIDTH, table, keys, dtype=DTYPE)
 
 
-def drawn(make: Callable[..., Tensor], *given: Any) -> Tensor:
+def drawn(make: Callable[..., order.Draws], *given: Any) -> order.Draws:
     """Draws of programs, of which the launch that makes them is noted alone."""
-    return torch.zeros_like(make(*given))
+    return order.Draws(*map(torch.zeros_like, make(*given)))
 
 
 def lengths(pipeline: Pipeline, seen: set[tuple[str, str]]) -> list[str]:

@@ -123,7 +123,7 @@ def test_blocks_may_be_drawn_by_length_and_in_pieces(
         for kind in ("both", "stripes", "wide"):
             mask = some(call, kind, tile)
             blocks = call.geometry.tile_rows(tile[0]) * (tile[0] // 128)
-            assert launch._pieces(call, mask, blocks) is not None
+            assert launch._draws(call, mask, blocks) is not None
             check(kernel, call, Plan(mask), mask.to_dense())
 
 
@@ -144,9 +144,9 @@ def test_long_lists_are_cut(kernel: Family, dtype: torch.dtype, head_dim: int, k
     for q_len, kv_len in ((1, 9001), (127, 8191), (129, 16384), (1000, 10007)):
         call = make(kernel, "sink", dtype, head_dim, (q_len, kv_len, 2), "plain")
         mask = SparseMask.full(call) if kind == "full" else uneven(call, kind)
-        pieces = launch._pieces(call, mask, call.geometry.tile_rows(128))
-        assert pieces is not None
-        words = pieces[2 : 1 + 2 * int(pieces[0]) : 2]
+        draws = launch._draws(call, mask, call.geometry.tile_rows(128))
+        assert draws is not None
+        words = draws.words[2 : 1 + 2 * int(draws.words[0]) : 2]
         assert int(words.max()) >> 16 > 1, "nothing is cut"
         assert int((words >> 16 > 1).sum()) <= most_pieces(multiprocessors(call.q.device))
         check(kernel, call, Plan(mask), mask.to_dense())
@@ -163,9 +163,9 @@ def test_the_last_rows_of_a_whole_prompt_are_cut(kernel: Family, dtype: torch.dt
         call = make(kernel, "sink", dtype, head_dim, (length, length, 2), "plain")
         rows = call.geometry.tile_rows(128)
         mask = some(call, kind, group=1).with_dense_rows((rows - 1, rows))
-        pieces = launch._pieces(call, mask, rows)
-        assert pieces is not None
-        assert int(pieces[2]) >> 16 > 1, "nothing is cut"
+        draws = launch._draws(call, mask, rows)
+        assert draws is not None
+        assert int(draws.words[2]) >> 16 > 1, "nothing is cut"
         check(kernel, call, Plan(mask), mask.to_dense())
 
 

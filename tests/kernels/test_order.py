@@ -34,9 +34,11 @@ def expected(keys: list[int], least: int, programs: int) -> list[tuple[int, int,
     return found
 
 
-def draws(keys: Tensor, least: int, programs: int) -> Tensor:
+def draws(keys: Tensor, least: int, programs: int, room: int = 0) -> Tensor:
     """Of blocks of one head, whose lists have these lengths."""
-    return draws_of_lists(keys.flip(0)[None, None].to(DEVICE), None, 0, 1, least, programs).cpu()
+    made = draws_of_lists(keys.flip(0)[None, None].to(DEVICE), None, 0, 1, least, programs, room)
+    assert made.room.tolist() == [0] * room
+    return made.words.cpu()
 
 
 @settings(max_examples=40 if CUDA else 15)
@@ -46,15 +48,16 @@ def draws(keys: Tensor, least: int, programs: int) -> Tensor:
     few=st.integers(0, 20),
     least=st.sampled_from([1, 5, 1000]),
     programs=st.sampled_from([1, 3, 132]),
+    room=st.sampled_from([0, 4, 512, 2136]),
     seed=st.integers(0, 99),
 )
 def test_longest_come_first_and_equals_in_their_order(
-    count: int, most: int, few: int, least: int, programs: int, seed: int
+    count: int, most: int, few: int, least: int, programs: int, room: int, seed: int
 ) -> None:
     source = torch.Generator().manual_seed(seed)
     keys = torch.randint(0, most + 1, (count,), dtype=torch.int32, generator=source)
     keys[few:] //= 50  # some are much longer than the rest
-    found = told(draws(keys, least, programs))
+    found = told(draws(keys, least, programs, room))
     assert found == expected(keys.tolist(), least, programs)
     cut = [pieces for _, number, pieces in found if pieces > 1 and number == 0]
     assert sum(cut) <= most_pieces(programs)
@@ -74,7 +77,7 @@ def test_lists_of_a_head_are_numbered_from_its_last_block(ratio: int) -> None:
     counts, more = (torch.randint(0, 50, (2, 3, 5), dtype=torch.int32) for _ in range(2))
     made = draws_of_lists(counts.to(DEVICE), more.to(DEVICE) if ratio else None, ratio, 2, 20, 4)
     lengths = (counts + ratio * more).repeat_interleave(2, dim=2).flip(2).flatten().tolist()
-    assert told(made.cpu()) == expected(lengths, 20, 4)
+    assert told(made.words.cpu()) == expected(lengths, 20, 4)
 
 
 @pytest.mark.gpu
@@ -118,4 +121,4 @@ def test_blocks_of_requests_are_as_long_as_their_lists(
     named = torch.tensor(items, dtype=torch.int32, device=DEVICE)
     of = (first.stripes is not None, tile[0], first.group)
     made = draws_of_requests(requests.table, named, counts, more, (blocks, per, ratio, 4), of, 3, 4)
-    assert told(made.cpu()) == [(items[i], *rest) for i, *rest in expected(lengths, 3, 4)]
+    assert told(made.words.cpu()) == [(items[i], *rest) for i, *rest in expected(lengths, 3, 4)]

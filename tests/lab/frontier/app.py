@@ -74,9 +74,11 @@ def frontier(
         typer.Option(min=0, help="Settings per method besides its defaults, at most; 0 for the whole search space."),
     ] = 5,
     chosen_by: Annotated[
-        Path | None,
+        list[Path] | None,
         typer.Option(
-            "--from", help="Run the defaults and each method's best setting in this file, --json of another seed's run."
+            "--from",
+            help="Run the defaults and each method's best setting in this file, --json of another seed's run; repeat "
+            "where methods are in several.",
         ),
     ] = None,
     kl: Annotated[
@@ -84,8 +86,16 @@ def frontier(
         typer.Option(
             "--kl",
             min=0.0,
-            help="With --from: each method's cheapest setting there with at most this KL; repeat for several. By "
-            "default the cheapest one that keeps 98 % of dense's answers.",
+            help="With --from: each method's cheapest setting there with at most this KL; repeat for several. Without "
+            "it and --copies the cheapest one that keeps 98 % of dense's answers.",
+        ),
+    ] = None,
+    copies: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="With --from: each method's fastest setting there that keeps this share of what dense copies.",
         ),
     ] = None,
     on: Annotated[
@@ -127,7 +137,10 @@ def frontier(
     methods = options.chosen(registry, method)
     values = options.tried([one.name for one in methods], settings or (), tried or ())
     fixed = fixed_parameters(methods, settings or (), model, recall_floor, values)
-    best = None if chosen_by is None else best_settings(chosen_by, seed, texts, kl or ())
+    best = None
+    if chosen_by:
+        found_by = [best_settings(path, seed, texts, kl or (), copies) for path in chosen_by]
+        best = {name: settings for one in found_by for name, settings in one.items()}
     files_of_settings = [configured(path) for path in config or ()]
     _candidates(without_tables(methods, fixed), fixed, values, most, best, suited(model))  # all that can be seen
     place = Place.of(device, dtype.value, threads)
@@ -154,9 +167,10 @@ def frontier(
         candidates = list(map(in_eight_bits, candidates)) if eight_bits else candidates
         facts: dict[str, Any] = {
             **{"model": model or "embedded", "tail": tail, "recall_floor": recall_floor, "texts": texts},
-            **{"questions": questions, "seed": seed, "from": None if chosen_by is None else str(chosen_by)},
+            **{"questions": questions, "seed": seed, "from": [str(path) for path in chosen_by or ()]},
             **{"minutes": minutes, "rounds": rounds, "dtype": place.dtype_name, "threads": threads},
             **{"left_out": left_out, "eight_bits": eight_bits, "on": str(on), "kinds": kind, "kl": kl},
+            **{"copies": copies},
         }
         shown.expect(len(lengths) * len(candidates))
         with Stop() as stop, fastest_first() if place.device.type == "cuda" else nullcontext():
@@ -176,10 +190,13 @@ def frontier(
         render.note(f"{name} is left out: {reason}")
     for one in methods:
         if best is not None and one.search and one.name not in best:
-            lack = (
-                f"has a KL of at most {max(kl)}" if kl else "keeps 98 % of dense's answers inside the texts and behind"
+            lack = " or ".join(
+                ([f"has a KL of at most {max(kl)}"] if kl else [])
+                + ([] if copies is None else [f"keeps {copies:.0%} of what dense copies"])
             )
-            render.note(f"{one.name} runs only at its defaults: no setting of it in {chosen_by} {lack}")
+            lack = lack or "keeps 98 % of dense's answers inside the texts and behind"
+            files_read = ", ".join(map(str, chosen_by or ()))
+            render.note(f"{one.name} runs only at its defaults: no setting of it in {files_read} {lack}")
     render.broken(registry)
     every = len(lengths) * len(candidates)
     stop.end(len(found), every, "settings")

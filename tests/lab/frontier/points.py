@@ -171,9 +171,23 @@ def cheapest(points: Iterable[Mapping[str, Any]], kl: float) -> Mapping[str, Any
     return min(good, key=lambda one: (one["density"], _kl(one)), default=None)
 
 
-def best_settings(path: Path, seed: int, texts: int, kl: Sequence[float] = ()) -> dict[str, list[dict[str, Any]]]:
+def fastest(points: Iterable[Mapping[str, Any]], copies: float) -> Mapping[str, Any] | None:
+    """Of a method's points, as the command's --json has them, the one whose attention takes the shortest time and that
+    keeps this share of what dense attention copies; None where there is none."""
+
+    def keeps(one: Mapping[str, Any]) -> bool:
+        return bool(one["copies"]) and one["copies"]["right"] >= copies * one["copies"]["dense_right"]
+
+    good = [one for one in points if not one["error"] and one["attention"] and keeps(one)]
+    return min(good, key=lambda one: (one["attention"]["seconds"], _kl(one)), default=None)
+
+
+def best_settings(
+    path: Path, seed: int, texts: int, kl: Sequence[float] = (), copies: float | None = None
+) -> dict[str, list[dict[str, Any]]]:
     """By method, the settings that a file of --json speaks for at its longest length: the cheapest one for each limit
-    of the KL, each once, or where there is no limit the one that keeps the answers.
+    of the KL and the fastest one that keeps the share `copies`, each once, or where neither is given the one that keeps
+    the answers.
 
     seed, texts: of the run that wants them; CommandError where its texts are among those of the file, or the file holds
     something else. Tables, such as clusters, are left to the run.
@@ -186,7 +200,9 @@ def best_settings(path: Path, seed: int, texts: int, kl: Sequence[float] = ()) -
         made: dict[str, list[dict[str, Any]]] = {}
         for name in dict.fromkeys(one["method"] for one in points):
             own = [one for one in points if one["method"] == name]
-            chosen = [cheapest(own, most) for most in sorted(kl)] if kl else [recommended(own)]
+            chosen = [cheapest(own, most) for most in sorted(kl)]
+            chosen += [] if copies is None else [fastest(own, copies)]
+            chosen = chosen or [recommended(own)]
             settings = [_scalars(one["parameters"]) for one in chosen if one is not None]
             if settings:
                 made[name] = [one for index, one in enumerate(settings) if one not in settings[:index]]

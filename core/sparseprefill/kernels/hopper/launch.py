@@ -15,12 +15,12 @@ from sparseprefill.kernels.family.chips import multiprocessors
 from sparseprefill.kernels.family.record import Job, Launched, Wanted
 from sparseprefill.kernels.hopper.kernel import hopper_attention_fwd_kernel
 from sparseprefill.kernels.launch import enqueue
-from sparseprefill.kernels.lists.order import MOST, draws_of_lists, draws_of_requests, most_pieces, prepare
+from sparseprefill.kernels.lists.order import MOST, Draws, draws_of_lists, draws_of_requests, most_pieces, prepare
 from sparseprefill.kernels.roles.arguments import Arguments, Cache, Eight, Outputs, Parts, Sizes
 from sparseprefill.kernels.roles.paging import PANEL
 from sparseprefill.kernels.roles.quantise import TILE, errors_of
 from sparseprefill.kernels.roles.quantise import eight as quantised
-from sparseprefill.kernels.settings import FUSED
+from sparseprefill.kernels.settings import FUSED, cdiv
 from sparseprefill.kernels.source import Source, aligned, strides
 from sparseprefill.mask.geometry import kept
 from sparseprefill.mask.mask import SparseMask
@@ -69,8 +69,8 @@ LEAST_STEPS = 16
 """Steps of the shortest piece: each costs what two steps do, its state written and read again."""
 LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 """Of queries, keys and values in shared memory."""
-SCRATCH = 16
-"""Bytes before the flags of the scratch tensor, and before what counts pieces; the first four are the counter of items."""
+ROOM = 4
+"""Words of the scratch tensor before what counts pieces, and before the flags; the first is the counter of items."""
 
 
 def objection(call: AttentionCall, mask: SparseMask, wanted: Wanted) -> str | None:
@@ -163,10 +163,10 @@ def launch(job: Job) -> Launched:
     call, mask, given, requests = job.call, job.mask, job.arguments, job.requests
     blocks = _blocks(mask, given)
     if requests is not None:
-        order, pieces = _pieces_together(requests, blocks)
+        order, draws = _draws_together(requests, blocks)
     else:
-        order, pieces = None, None if job.wanted.skips else _pieces(call, mask, blocks)
-    nonfinite = _run(call, mask, given, order, requests, pieces=pieces)
+        order, draws = None, None if job.wanted.skips else _draws(call, mask, blocks)
+    nonfinite = _run(call, mask, given, order, requests, draws=draws)
     # Query rows of a block, those that vote together (of one consumer), and keys of a step.
     voting = (BLOCK_M, BLOCK_M // 2, min(mask.tile_k, BLOCK_N[call.q.shape[3]])) if job.wanted.skips else None
     return Launched(nonfinite=nonfinite, voting=voting)
@@ -215,9 +215,9 @@ def _run(
     order: Tensor | None,
     requests: Together | None = None,
     eight: Eight | None = None,
-    pieces: Tensor | None = None,
+    draws: Draws | None = None,
 ) -> Tensor:
-    """One launch, of all items, of those in `order`, or of those in `pieces` (see `lists.order`)."""
+    """One launch, of all items, of those in `order`, or of pieces of them as programs draw them (see `lists.order`)."""
     apart(prepare, call.q.device)
     (batch, heads, _, width), q, source = call.q.shape, given.queries.ptr, Source.of(call)
     block_n, fp8 = min(mask.tile_k, BLOCK_N[width]), FORMATS.get(source.k.dtype)
@@ -231,14 +231,14 @@ def _run(
     blocks = _blocks(mask, given)
     items = batch * heads * blocks
     programs = multiprocessors(q.device)
-    cut = 0 if pieces is None else most_pieces(programs)
-    scratch = torch.zeros(SCRATCH + 8 * cut + items, dtype=torch.int8, device=call.q.device)
-    counter, nonfinite = scratch[:4].view(torch.int32), scratch[SCRATCH + 8 * cut :]
-    parts = Parts(None, None, None)
-    if pieces is not None:
-        states = torch.empty(cut * BLOCK_M * (2 + width), dtype=torch.float32, device=call.q.device)
-        arrived = scratch[SCRATCH : SCRATCH + 8 * cut].view(torch.int32)
-        parts = Parts(arrived, states[: 2 * cut * BLOCK_M], states[2 * cut * BLOCK_M :])
+    if draws is None:
+        cut, parts = 0, Parts(None, None, None)
+        room = torch.zeros(_room(items, cut), dtype=torch.int32, device=q.device)
+    else:
+        cut, room = most_pieces(programs), draws.room
+        states = torch.empty(cut * BLOCK_M * (2 + width), dtype=torch.float32, device=q.device)
+        parts = Parts(room[ROOM : ROOM + 2 * cut], states[: 2 * cut * BLOCK_M], states[2 * cut * BLOCK_M :])
+    counter, nonfinite = room[:1], room[ROOM + 2 * cut :].view(torch.int8)[:items]
     drawn = None if order is None else order.numel()
     outputs, sizes = given.outputs, given.sizes
     strides = (outputs.stride_ob, outputs.stride_oh, outputs.stride_on, outputs.stride_lb, outputs.stride_lh)
@@ -256,11 +256,11 @@ def _run(
         counter,
         order,
         drawn,
-        pieces,
+        None if draws is None else draws.words,
         parts,
         NOTHING if eight is None else eight,
     )
-    enqueue(hopper_attention_fwd_kernel, (min(drawn or items, programs) if pieces is None else programs,),
+    enqueue(hopper_attention_fwd_kernel, (min(drawn or items, programs) if draws is None else programs,),
         *flat(arguments),
         TILE_Q=mask.tile_q, TILE_K=mask.tile_k, GROUP=mask.group, WIDTH=mask.stripe_width, BOX=box,
         BLOCK_M=BLOCK_M, BLOCK_N=block_n, D=width, STAGES=stages[width], PAGE=source.page, REGISTERS=registers, FP8=fp8,
@@ -270,17 +270,24 @@ def _run(
     return nonfinite
 
 
-def _pieces(call: AttentionCall, mask: SparseMask, blocks: int) -> Tensor | None:
+def _room(items: int, cut: int) -> int:
+    """Words of the scratch tensor: behind the first, two for each of `cut` pieces, and a byte for the flag of each item;
+    a multiple of four, as launches take alignment for granted."""
+    return cdiv(ROOM + 2 * cut + cdiv(items, 4), 4) * 4
+
+
+def _draws(call: AttentionCall, mask: SparseMask, blocks: int) -> Draws | None:
     """The query blocks of all heads as programs draw them, the longest first, long ones in pieces (`lists.order`); None
     where heads may follow each other: of blocks that are all short, or so many that it makes up for it."""
     items = blocks * call.q.shape[0] * call.q.shape[1]
     if items > MOST or not _uneven(mask):
         return None
-    return draws_of_lists(*_lengths(mask), _least(mask), multiprocessors(call.q.device))
+    programs = multiprocessors(call.q.device)
+    return draws_of_lists(*_lengths(mask), _least(mask), programs, _room(items, most_pieces(programs)))
 
 
-def _pieces_together(requests: Together, blocks: int) -> tuple[Tensor | None, Tensor | None]:
-    """int32 ``[items]``, the query blocks that requests have, of `blocks` for each head; or these as `_pieces` has them.
+def _draws_together(requests: Together, blocks: int) -> tuple[Tensor | None, Draws | None]:
+    """int32 ``[items]``, the query blocks that requests have, of `blocks` for each head; or these as `_draws` has them.
 
     Where heads may follow each other, so do the requests, in their order.
     """
@@ -293,8 +300,9 @@ def _pieces_together(requests: Together, blocks: int) -> tuple[Tensor | None, Te
     assert counts is not None
     sizes = blocks, mask.tile_q // BLOCK_M, mask.tile_k // mask.stripe_width, requests.q.shape[1]
     of_lists = mask.stripes is not None, mask.tile_q, mask.group
-    programs = multiprocessors(device)
-    return None, draws_of_requests(requests.table, items, counts, more, sizes, of_lists, _least(mask), programs)
+    programs, flags = multiprocessors(device), len(masks) * requests.q.shape[1] * blocks
+    room, least = _room(flags, most_pieces(programs)), _least(mask)
+    return None, draws_of_requests(requests.table, items, counts, more, sizes, of_lists, least, programs, room)
 
 
 @kept

@@ -9,6 +9,7 @@ FlashDecoding and stream-K do (the second cuts everything evenly; here whatever 
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -27,6 +28,8 @@ SHIFT = tl.constexpr(16)
 MOST = 1 << 13
 """Entries at most. Each pair of them is compared; and beyond, heads that follow each other, whose keys stay in L2, take
 less time than the longest first (docs/performance.md)."""
+CLEARED = 512
+"""Words of the room that a program sets to zero at once."""
 ENTRIES, LENGTHS = tl.constexpr(MOST), tl.constexpr(1 << 18)
 """Of a rank, 31 bits: so many numbers of entries, and above them so many lengths, of longer ones without lowest bits."""
 HALVES = 2
@@ -84,20 +87,34 @@ def _rank(key, entry, shift):
     return (key >> shift) * ENTRIES + (ENTRIES - 1 - entry)
 
 
+class Draws(NamedTuple):
+    """What programs draw. words: int32 ``[1 + 2 m]``, see `draws_kernel`; what lies behind the last draw says nothing.
+    room: int32, zeros, for what the programs count."""
+
+    words: Tensor
+    room: Tensor
+
+
 @triton.jit(
-    do_not_specialize=("count", "blocks", "per", "ratio", "heads", "least", "shares"),
+    do_not_specialize=("count", "room", "blocks", "per", "ratio", "heads", "least", "shares"),
     do_not_specialize_on_alignment=("counts_ptr", "more_ptr"),
 )  # fmt: skip
 def draws_kernel(
-    counts_ptr, more_ptr, items_ptr, table_ptr, draws_ptr, count, blocks, per, ratio, heads, least, shares,
+    counts_ptr, more_ptr, items_ptr, table_ptr, room_ptr, count, room, blocks, per, ratio, heads, least, shares,
     STRIPES: tl.constexpr, TILE_Q: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
+    CLEARED: tl.constexpr,
 ):  # fmt: skip
-    """draws: how many there are, then two words of each: the item, and its piece's number with their count above.
+    """room: so many zeros, and the draws behind them: how many there are, then two words of each: the item, and its
+    piece's number with their count above.
 
     An entry (see `_key`) is an item, or the one that `items` names; the largest come first, of equals the first first.
     What is longer than a share, an even part of all keys into `shares` and at least `least`, is cut into as many pieces
     as it has shares. One program: BLOCK entries, each of which is put behind all that come before it.
     """
+    for low in range(tl.program_id(0) * CLEARED, room, tl.num_programs(0) * CLEARED):
+        word = low + tl.arange(0, CLEARED)
+        tl.store(room_ptr + word, 0, mask=word < room)
+    draws_ptr = room_ptr + room
     mine = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([AT_ONCE], tl.int64)
     longest = tl.zeros([AT_ONCE], tl.int32)
@@ -145,29 +162,31 @@ def most_pieces(programs: int) -> int:
     return 2 * HALVES * programs
 
 
-def draws_of_lists(counts: Tensor, more: Tensor | None, ratio: int, per: int, least: int, programs: int) -> Tensor:
-    """int32 ``[1 + 2 m]``, as the kernel tells, of the query blocks of all heads; of a head the last block is numbered first
-    (`work.query_block`). What lies behind the last draw says nothing.
+def draws_of_lists(
+    counts: Tensor, more: Tensor | None, ratio: int, per: int, least: int, programs: int, room: int = 0
+) -> Draws:
+    """Draws of the query blocks of all heads; of a head the last block is numbered first (`work.query_block`).
 
     counts: int32 ``[B, H, R]``, of the lists. more: likewise, of lists whose entries weigh `ratio` as much; or None. per:
-    query blocks that share a list. least: length of the shortest piece. programs: that draw.
+    query blocks that share a list. least: length of the shortest piece. programs: that draw. room: words of it.
     """
     flat = None if more is None else more.contiguous()
     tables = counts.contiguous(), flat, None, None
-    return _made(tables, counts.numel() * per, (counts.shape[2] * per, per, ratio, 1), (False, 1, 1), least, programs)
+    sizes = counts.shape[2] * per, per, ratio, 1
+    return _made(tables, counts.numel() * per, sizes, (False, 1, 1), least, programs, room)
 
 
 def draws_of_requests(
     table: Tensor, items: Tensor, counts: Tensor, more: Tensor | None, sizes: tuple[int, int, int, int],
-    lists: tuple[bool, int, int], least: int, programs: int,
-) -> Tensor:  # fmt: skip
+    lists: tuple[bool, int, int], least: int, programs: int, room: int = 0,
+) -> Draws:  # fmt: skip
     """The same of the query blocks that several requests have, which `items` names, int32 ``[n]``.
 
     table: see `attention.arguments`. counts, more: the first request's lists, contiguous. sizes: query blocks of a head,
     those of a query tile, by how much an entry of `more` weighs, and heads. lists: whether `counts` are of stripes, rows of
     a query tile, and query tiles of their group.
     """
-    return _made((counts, more, items, table), items.numel(), sizes, lists, least, programs)
+    return _made((counts, more, items, table), items.numel(), sizes, lists, least, programs, room)
 
 
 def _made(
@@ -177,15 +196,17 @@ def _made(
     lists: tuple[bool, int, int],
     least: int,
     programs: int,
-) -> Tensor:
+    room: int,
+) -> Draws:
     device = next(x.device for x in tensors if x is not None)
-    made = torch.empty(1 + 2 * (count + HALVES * programs), dtype=torch.int32, device=device)
+    made = torch.empty(room + 1 + 2 * (count + HALVES * programs), dtype=torch.int32, device=device)
     stripes, tile_q, group = lists
     enqueue(draws_kernel, (cdiv(count, BLOCK),),
-        *tensors, made, count, *sizes, least, HALVES * programs,
-        STRIPES=stripes, TILE_Q=tile_q, GROUP=group, BLOCK=BLOCK, AT_ONCE=AT_ONCE, num_warps=4, **FUSED,
+        *tensors, made, count, room, *sizes, least, HALVES * programs,
+        STRIPES=stripes, TILE_Q=tile_q, GROUP=group, BLOCK=BLOCK, AT_ONCE=AT_ONCE, CLEARED=CLEARED, num_warps=4,
+        **FUSED,
     )  # fmt: skip
-    return made
+    return Draws(made[room:], made[:room])
 
 
 @cache
