@@ -20,7 +20,7 @@ from . import options, render
 from .group import CommandError, Stop, check_writable, write
 
 if TYPE_CHECKING:
-    from ..replay.client import Server
+    from ..replay.client import Counters, Server
     from ..replay.play import Asked, Row, Run
     from ..replay.script import Script
 
@@ -138,11 +138,11 @@ def replay(
 
 @define
 class _Played:
-    """A server's answers to a script, as far as they have come. hits: see `Run`."""
+    """A server's answers to a script, as far as they have come. counted: see `Run`."""
 
     server: Server
     asked: list[Asked] = field(factory=list)
-    hits: tuple[float, float] | None = None
+    counted: Counters | None = None
 
     @property
     def failed(self) -> bool:
@@ -154,15 +154,15 @@ class _Played:
         """All of it."""
         from ..replay.play import Run
 
-        return Run(self.server.url, self.server.model, tuple(self.asked), self.hits)
+        return Run(self.server.url, self.server.model, tuple(self.asked), self.counted)
 
     def play(self, script: Script, answer: int, expected: int) -> None:
-        """Let the server answer. Whatever ends it leaves what has come, and the counters of the cache."""
+        """Let the server answer. Whatever ends it leaves what has come, and the server's counters."""
         from ..replay.play import play
         from .progress import bars
 
         soon = evolve(self.server, timeout=min(SOON, self.server.timeout))
-        before = soon.cache()
+        before = soon.counters()
         try:
             with bars(expected) as shown:
                 for one in play(self.server, script, answer):
@@ -172,9 +172,9 @@ class _Played:
                     if self.failed:
                         break
         finally:
-            after = soon.cache() if before is not None else None
+            after = soon.counters() if before is not None else None
             if before is not None and after is not None:
-                self.hits = after[0] - before[0], after[1] - before[1]
+                self.counted = after.since(before)
 
 
 def table_of(
@@ -306,7 +306,8 @@ def _whose(run: Run) -> dict[str, Any]:
 def _facts(run: Run, found: Sequence[Row]) -> dict[str, Any]:
     """A run as plain data. found: its rows."""
     return {
-        **{"turns": [one.figures for one in found], "cache": _hits(run), "errors": _errors(run)},
+        **{"turns": [one.figures for one in found], "cache": _hits(run), "prefill": _prefill(run)},
+        "errors": _errors(run),
         "requests": run.plain["asked"],
     }
 
@@ -316,7 +317,13 @@ def _errors(run: Run) -> dict[str, int]:
 
 
 def _hits(run: Run) -> dict[str, float] | None:
-    return None if run.hits is None else {"hits": run.hits[0], "queries": run.hits[1]}
+    return None if run.counted is None else {"hits": run.counted.hits, "queries": run.counted.queries}
+
+
+def _prefill(run: Run) -> dict[str, float] | None:
+    if run.counted is None or run.counted.each is None:
+        return None
+    return {"seconds": run.counted.prefill, "requests": run.counted.requests}
 
 
 def _remarks(run: Run, reference: Run | None, guessed: bool) -> list[str]:
@@ -327,10 +334,10 @@ def _remarks(run: Run, reference: Run | None, guessed: bool) -> list[str]:
             continue
         made += [f"{name}{count} x {error}" for error, count in _errors(one).items()]
         answers = [each.answer for each in one.asked if each.answer is not None]
-        if one.hits is not None and one.hits[1]:
+        if one.counted is not None and one.counted.queries:
             made.append(
-                f"{name}the server's own counters: {one.hits[0]:,.0f} of {one.hits[1]:,.0f} tokens came from its "
-                "prefix cache while this ran, other requests among them"
+                f"{name}the server's own counters: {one.counted.hits:,.0f} of {one.counted.queries:,.0f} tokens came "
+                "from its prefix cache while this ran, other requests among them"
             )
         elif answers and all(each.cached is None for each in answers):
             made.append(
@@ -342,6 +349,19 @@ def _remarks(run: Run, reference: Run | None, guessed: bool) -> list[str]:
                 f"{name}the prefix was in the server's cache before this began, so times are those of a second run and "
                 "no speed-up is shown: pass another --seed, or empty the cache"
             )
+    made += _in_engine(run, reference)
     if guessed:
         made.append("the server sends no usage: lengths are guessed, at 4 characters a token")
     return made
+
+
+def _in_engine(run: Run, reference: Run | None) -> list[str]:
+    """What the engine's own clock says of prefills; nothing where the server has none."""
+    mine = None if run.counted is None else run.counted.each
+    if not mine:
+        return []
+    text = f"the engine's own clock: {_seconds(mine)} of prefill a request, cached ones among them"
+    theirs = None if reference is None or reference.counted is None else reference.counted.each
+    if theirs is not None:
+        text = f"{text}; the reference {_seconds(theirs)}, {theirs / mine:.2f} times"
+    return [f"{text}. The rest of a first token is the server's front end, which tokenizes the whole prompt each time"]

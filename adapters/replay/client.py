@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
-from attrs import field, frozen
+from attrs import astuple, field, frozen
 
 from sparseprefill.errors import ParameterError, SparsePrefillError
 
@@ -24,6 +24,8 @@ CACHE = {
     "sglang": ("sglang:cached_tokens_total", "sglang:prompt_tokens_total"),
 }
 """Counters of /metrics by server: tokens found in the prefix cache, and tokens looked up."""
+PREFILL = ("vllm:request_prefill_time_seconds_sum", "vllm:request_prefill_time_seconds_count")
+"""Likewise seconds from when a request is scheduled to its first token, and requests; SGLang counts no such time."""
 OURS = frozenset({"model", "prompt", "max_tokens", "stream"})
 """Fields of a completion that its sender chooses."""
 
@@ -50,6 +52,26 @@ class Answer:
         """An answer in a record."""
         counts = (_count(found[name]) for name in ("prompt", "cached"))
         return cls(str(found["text"]), float(found["first"]), float(found["whole"]), int(found["pieces"]), *counts)
+
+
+@frozen
+class Counters:
+    """A server's own counters. hits, queries: tokens found in its prefix cache, and tokens looked up. prefill: seconds
+    in the engine from when a request is scheduled to its first token, of so many `requests`; 0 where it counts none."""
+
+    hits: float
+    queries: float
+    prefill: float = 0.0
+    requests: float = 0.0
+
+    def since(self, before: Counters) -> Counters:
+        """What was counted in between."""
+        return Counters(*(mine - theirs for mine, theirs in zip(astuple(self), astuple(before), strict=True)))
+
+    @property
+    def each(self) -> float | None:
+        """Seconds of prefill a request; None where it counts none."""
+        return self.prefill / self.requests if self.requests > 0 else None
 
 
 @frozen
@@ -90,8 +112,8 @@ class Server:
             raise ServerError(f"{self.url} answers, but lists no model at /v1/models: check the address")
         return found
 
-    def cache(self) -> tuple[float, float] | None:
-        """Tokens that its prefix cache had and that were looked up in it since it started; None if it does not say."""
+    def counters(self) -> Counters | None:
+        """Counters since it started; None if it does not tell of its prefix cache."""
         try:
             status, data = self._whole("GET", "/metrics")
         except ServerError:
@@ -99,7 +121,7 @@ class Server:
         text = data.decode(errors="replace") if status == 200 else ""
         for hits, queries in CACHE.values():
             if re.search(rf"^{queries}\b", text, re.M):
-                return _summed(text, hits), _summed(text, queries)
+                return Counters(*(_summed(text, name) for name in (hits, queries, *PREFILL)))
         return None
 
     def complete(self, prompt: str, tokens: int) -> Answer:

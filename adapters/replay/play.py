@@ -12,7 +12,7 @@ from attrs import asdict, frozen
 
 from sparseprefill.errors import ParameterError
 
-from .client import Answer, Server, ServerError
+from .client import Answer, Counters, Server, ServerError
 from .script import Question, Script, Turn
 
 
@@ -45,13 +45,13 @@ class Asked:
 
 @frozen
 class Run:
-    """A server's answers to a script. asked: its requests. hits: tokens found and looked up in its prefix cache while
-    it ran, by its own counters; None where it has none."""
+    """A server's answers to a script. asked: its requests. counted: by the server's own counters while it ran; None
+    where it has none."""
 
     url: str
     model: str
     asked: tuple[Asked, ...] = ()
-    hits: tuple[float, float] | None = None
+    counted: Counters | None = None
 
     @property
     def plain(self) -> dict[str, Any]:

@@ -112,15 +112,15 @@ def test_what_a_method_remembers_from_layer_to_layer_begins_anew_with_each_prefi
 ) -> None:
     seen: list[tuple[int, int]] = []
     pipeline = sp.build("share-prefill", clusters="single")
-    run = type(pipeline).run
+    run = type(pipeline).run_into
 
-    def noted(self: Any, call: Any, memory: Any = None) -> Any:
+    def noted(self: Any, call: Any, memory: Any, *rest: Any) -> Any:
         seen.append((call.layer, id(memory)))
         kept.append(memory)  # so that no two have the same address
-        return run(self, call, memory)
+        return run(self, call, memory, *rest)
 
     kept: list[Any] = []
-    monkeypatch.setattr(type(pipeline), "run", noted)
+    monkeypatch.setattr(type(pipeline), "run_into", noted)
     Layers.of(build("llama"), prompt(200)).time(pipeline, QUICK)
     prefills = [seen[i : i + 2] for i in range(0, len(seen), 2)]
     assert len(prefills) > 1

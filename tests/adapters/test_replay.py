@@ -39,6 +39,8 @@ class Fake:
         self.bodies: list[dict[str, Any]] = []
         self.read: set[str] = set()
         self.hits = self.queries = 0
+        self.pace = 0.01  # seconds of prefill that it counts for each token that was not cached; 0 counts none
+        self.prefill = 0.0
         self.usage, self.metrics, self.details, self.key, self.room = True, True, True, "", 100_000
         self.wrong: Callable[[int, BaseHTTPRequestHandler], bool] = lambda number, handler: False
         self.lock = threading.Lock()
@@ -55,7 +57,12 @@ class Fake:
                         f'hits_total{{engine="0"}} {outer.hits}\n',
                         f'queries_total{{engine="0"}} {outer.queries}\n',
                     )
-                    self.send(200, "".join(f"vllm:prefix_cache_{one}" for one in counts))
+                    text = "".join(f"vllm:prefix_cache_{one}" for one in counts)
+                    if outer.pace:
+                        prefill = "vllm:request_prefill_time_seconds"
+                        text += f'{prefill}_sum{{engine="0"}} {outer.prefill}\n{prefill}_count{{engine="0"}} '
+                        text += f"{len(outer.bodies)}\n"
+                    self.send(200, text)
                 else:
                     self.send(404, "")
 
@@ -74,6 +81,7 @@ class Fake:
                     outer.read.add(body["prompt"])
                     known = len(re.findall(r"\s*(?:\w+|[^\w\s])|\s+$", body["prompt"][:cached]))
                     outer.hits, outer.queries = outer.hits + known, outer.queries + len(pieces)
+                    outer.prefill += outer.pace * (len(pieces) - known)
                 self.send_response(200)
                 self.end_headers()
                 for token in continued(pieces, body["max_tokens"]):
@@ -237,6 +245,8 @@ def test_a_replay(fake: Fake) -> None:
     assert 0 < first["first_p50"] <= first["first_p99"]
     assert 0 < first["cached_tokens"] < second["cached_tokens"] < second["prompt_tokens"]
     assert 0 < read["cache"]["hits"] < read["cache"]["queries"]
+    assert len(read["requests"]) == read["prefill"]["requests"]
+    assert read["prefill"]["seconds"] == pytest.approx(0.01 * (read["cache"]["queries"] - read["cache"]["hits"]))
     assert read["reference"] is None
     completions = [one for one in fake.bodies if one["max_tokens"] == 8]
     assert 2 * 2 * 2 == len(completions)
@@ -267,6 +277,23 @@ def test_against_the_same_server_switched_off(fake: Fake) -> None:
     fake.details = False
     assert "speed-up" in heads(fake, "--against-body", off)
     assert "speed-up" not in heads(fake)
+
+
+def test_the_engines_own_clock_is_told_beside_the_reference(fake: Fake) -> None:
+    """A first token over HTTP may be nearly all front end, which no kernel changes."""
+    read = found(fake)
+    (said,) = (one for one in read["remarks"] if "clock" in one)
+    assert "of prefill a request" in said
+    assert "reference" not in said
+    again = found(fake, "--seed", "7", "--against-body", '{"x": 1}')  # which finds all of it in the cache
+    mine, theirs = again["prefill"], again["reference"]["prefill"]
+    (said,) = (one for one in again["remarks"] if "clock" in one)
+    ratio = (theirs["seconds"] / theirs["requests"]) / (mine["seconds"] / mine["requests"])
+    assert f"the reference {1000 * theirs['seconds'] / theirs['requests']:.1f} ms, {ratio:.2f} times" in said
+    fake.pace = 0.0
+    none = found(fake)
+    assert none["prefill"] is None
+    assert not any("clock" in one for one in none["remarks"])
 
 
 def test_a_record_is_compared_with(fake: Fake, tmp_path: Path) -> None:
@@ -402,7 +429,9 @@ def stopped(fake: Fake, at: int, number: int, *more: str) -> tuple[int, dict[str
     return result.exit_code, json.loads(result.stdout)
 
 
-KEYS = {"url", "model", "script", "stopped", "turns", "cache", "reference", "errors", "remarks", "requests"}
+KEYS = {
+    *("url", "model", "script", "stopped", "turns", "cache", "prefill", "reference", "errors", "remarks", "requests"),
+}
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

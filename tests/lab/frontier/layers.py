@@ -1,4 +1,8 @@
-"""The attention of a model's layers on one prompt, on its own queries and keys, next to dense attention."""
+"""The attention of a model's layers on one prompt, on its own queries and keys, next to dense attention.
+
+Layers run as hosts run them: the first is asked, as one of a prompt whose sizes are new, and those behind it repeat
+what it came to where the method can.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,10 @@ from typing import Any
 
 import torch
 from attrs import frozen
+from sparseprefill.adapters.calibration.layers import ask
+from sparseprefill.adapters.session.options import HostOptions
+from sparseprefill.adapters.session.repeat import Repeat
+from sparseprefill.adapters.session.session import Prefill, Session
 from torch import Tensor
 
 from lab.bench.baseline import baseline
@@ -14,7 +22,6 @@ from lab.bench.dense import Baseline
 from lab.bench.measure import memories, plan_only
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import ParameterError
-from sparseprefill.memory import Memory
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Result
 from sparseprefill.registry import default_registry
@@ -27,8 +34,8 @@ _MORE = {"window": "a sliding window", "softcap": "a softcap", "sinks": "attenti
 class LayersTime:
     """Seconds of the attention of all layers that methods serve, in one prefill.
 
-    seconds: of the sparse calls. estimate: of these, until the masks are there. dense: of the dense kernel `baseline`,
-    beside them in the same run.
+    seconds: of the sparse calls. estimate: until the masks are there, where each layer is asked. dense: of the dense
+    kernel `baseline`, beside them in the same run.
     """
 
     seconds: float
@@ -79,7 +86,8 @@ class Layers:
         """Time a pipeline on all layers, one after the other as in a prefill; its own errors pass through."""
         plain = gated(pipeline, None)
         before = memories(plain, self.calls)
-        seconds, dense = clock.beside(lambda: self._run(plain, Memory()), lambda: [one.run() for one in self.dense])
+        out = torch.empty_like(self.calls[0].q.transpose(1, 2), memory_format=torch.contiguous_format)
+        seconds, dense = clock.beside(lambda: self._run(plain, out), lambda: [one.run() for one in self.dense])
 
         def plan() -> None:
             for call, memory in zip(self.calls, before, strict=True):
@@ -88,9 +96,18 @@ class Layers:
         estimate = clock.median(plan)
         return LayersTime(seconds, estimate, dense, self.dense[0].kernel)
 
-    def _run(self, pipeline: Pipeline | Route, memory: Memory) -> None:
-        for call in self.calls:
-            pipeline.run(call, memory)
+    def _run(self, pipeline: Pipeline | Route, rows: Tensor) -> None:
+        """rows: ``[B, Nq, Hq, D]``, a host's tensor for the output of the layers that fit it."""
+        session, prefill = Session(pipeline, HostOptions(strict=True, tail=0, recall_every=0)), Prefill()
+        repeat: Repeat | None = None
+        with torch.cuda.device_of(rows):
+            for call in self.calls:
+                out = rows if call.q.transpose(1, 2).shape == rows.shape else torch.empty_like(call.q.transpose(1, 2))
+                slots = (*call.tensors, out)
+                if repeat is not None and repeat.fits(slots):
+                    repeat.run(call.layer, slots)
+                else:
+                    repeat = ask(session, call, prefill, out.transpose(1, 2), slots)
 
 
 def _shape(call: AttentionCall) -> tuple[Any, ...]:
