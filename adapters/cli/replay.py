@@ -28,8 +28,8 @@ VERSION = 1
 """Of a record's form."""
 MOST = 1 << 30
 """Bytes of a record."""
-COUNTED = 1000
-"""Words of a text on which a server's tokens are counted."""
+COUNTED = 2000
+"""Words of each kind of text on which a server's tokens are counted."""
 SOON = 10.0
 """Seconds to wait for a server's counters, of which nothing depends."""
 KEY = "OPENAI_API_KEY"
@@ -244,7 +244,7 @@ def _made(
     _check_room(server, prefix + span[1] * turns, answer, f"--prefix {prefix} {given}")
     rates, guessed = {}, False
     for kind in KINDS[:1] if sessions == 1 else KINDS[:sessions]:
-        text = sample(kind, COUNTED, seed)
+        text = sample(kind, COUNTED, seed, prefix if kind == KINDS[0] else turns * sum(span) // 2)
         counted = server.complete(text, 1).prompt
         guessed = guessed or counted is None
         words = len(Pieces()(text)["input_ids"])

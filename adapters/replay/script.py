@@ -20,6 +20,8 @@ from ..evaluation.texts import CUE, SHORTEST, built_in
 
 KINDS = ("code", "docs", "records")
 """Kinds of text that every Python has: the prefix is of the first, sessions are of all in turn."""
+STRETCHES, LEAST = 40, 8192
+"""Of a text, on which its tokens are counted, and pieces that they are spread over at least."""
 PIECE = re.compile(r"\s*(?:\w+|[^\w\s])|\s+$")
 
 
@@ -115,11 +117,24 @@ class Script:
             raise ParameterError(f"script is not what a replay records ({error!r}): record it anew") from error
 
 
-def sample(kind: str, pieces: int, seed: int) -> str:
-    """Natural text of a kind, to count its tokens on."""
-    cutter = Pieces()
-    (made,) = built_in(cutter, pieces, 1, seed, (kind,), copies=0, facts=0)
-    return cutter.text(made.ids)
+def sample(kind: str, pieces: int, seed: int, tokens: int) -> str:
+    """Stretches of the first text of a kind in a script, together so many pieces, to count their tokens on.
+
+    tokens: of that text, as told to `script_of`; shorter ones are counted alike, so that the prefix that an error names
+    suffices. Stretches of other texts would not do: of code and documentation one has twice as many tokens a piece as
+    another.
+    """
+    cutter, size = Pieces(), max(tokens, pieces, LEAST)
+    (made,) = built_in(cutter, size, 1, _seed_of(seed, KINDS.index(kind)), (kind,), copies=0, facts=0)
+    length, step = pieces // STRETCHES, (size - pieces) // STRETCHES
+    starts = [i * (length + step) for i in range(STRETCHES)]
+    return "".join(cutter.text(made.ids[start : start + length]) for start in starts)
+
+
+def _seed_of(seed: int, text: int) -> int:
+    """Seed of the prefix, 0, or a session's text. The first session, whose kind is the prefix's, is numbered 1, so that
+    those of the other kinds begin with 2 and 3."""
+    return 1000 * seed + (text + 1 if text else 0)
 
 
 def least_prefix(rate: float) -> int:
@@ -138,7 +153,7 @@ def script_of(
     piece, by kind of text. Raises ParameterError where the prefix has no room for anything to ask about.
     """
     cutter = Pieces()
-    (shared,) = built_in(cutter, round(prefix / rates[KINDS[0]]), 1, 1000 * seed, KINDS[:1])
+    (shared,) = built_in(cutter, round(prefix / rates[KINDS[0]]), 1, _seed_of(seed, 0), KINDS[:1])
     known = _questions(cutter, shared, 0, len(shared.ids))
     if not known:
         least = max(prefix + 1, least_prefix(rates[KINDS[0]]))

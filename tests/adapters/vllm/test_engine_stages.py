@@ -1,4 +1,5 @@
-"""Layers spread over two processes, one behind the other (pipeline parallelism): tokens are those of one process."""
+"""Layers spread over two stages, one behind the other (pipeline parallelism), and heads over two processes in each
+(tensor parallelism beside it): tokens are those of one process."""
 
 from __future__ import annotations
 
@@ -18,11 +19,14 @@ TWO = {
     "distributed_executor_backend": "mp",
     "worker_extension_cls": "adapters.vllm.stages.Stages",
 }
+FOUR = {**TWO, "tensor_parallel_size": 2}
 JOBS: dict[str, dict[str, Any]] = {
     "stock": {"options": CHUNKS},
     "every key in two": {"sparse": EVERY_KEY, "options": {**CHUNKS, **TWO}},
     "sparse": {"sparse": SPARSE, "options": CHUNKS},
     "sparse in two": {"sparse": SPARSE, "options": {**CHUNKS, **TWO}},
+    "every key in four": {"sparse": EVERY_KEY, "options": {**CHUNKS, **FOUR}},
+    "sparse in four": {"sparse": SPARSE, "options": {**CHUNKS, **FOUR}},
 }
 
 
@@ -38,8 +42,8 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 @pytest.mark.parametrize("turn", [0, 1])
 def test_tokens_are_those_of_one_process(answers: dict[str, Any], turn: int) -> None:
     found = {name: engine.tokens(one, turn) for name, one in answers.items()}
-    assert found["stock"] == found["every key in two"]
-    assert found["sparse"] == found["sparse in two"]
+    assert found["stock"] == found["every key in two"] == found["every key in four"]
+    assert found["sparse"] == found["sparse in two"] == found["sparse in four"]
     assert found["sparse"] != found["stock"]
 
 
