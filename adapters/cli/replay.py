@@ -356,7 +356,7 @@ def _remarks(run: Run, reference: Run | None, guessed: bool) -> list[str]:
 
 
 def _in_engine(run: Run, reference: Run | None) -> list[str]:
-    """What the engine's own clock says of prefills; nothing where the server has none."""
+    """Remark on what the engine's own clock says of prefills; nothing where the server has none."""
     mine = None if run.counted is None else run.counted.each
     if not mine:
         return []

@@ -65,7 +65,7 @@ class Counters:
     requests: float = 0.0
 
     def since(self, before: Counters) -> Counters:
-        """What was counted in between."""
+        """Counters of the time in between."""
         return Counters(*(mine - theirs for mine, theirs in zip(astuple(self), astuple(before), strict=True)))
 
     @property

@@ -88,7 +88,7 @@ def _rank(key, entry, shift):
 
 
 class Draws(NamedTuple):
-    """What programs draw. words: int32 ``[1 + 2 m]``, see `draws_kernel`; what lies behind the last draw says nothing.
+    """Draws of programs. words: int32 ``[1 + 2 m]``, see `draws_kernel`; what lies behind the last draw says nothing.
     room: int32, zeros, for what the programs count."""
 
     words: Tensor
