@@ -12,7 +12,7 @@ tensors that were there before: hence the stages' own word.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -178,7 +178,7 @@ class Recording(TorchDispatchMode):
         self._touched: set[int] = set()  # storages from outside that a kernel got
         self._outside: list[Tensor] = []  # their tensors
         self._tables: dict[int, Table] = {}  # by storage
-        self._entries: list[tuple[Launch | Operator, _Maker, range]] = []
+        self._entries: list[tuple[Callable[[], Launch | Operator], _Maker, range]] = []  # few are made in the end
         self._taken = 0  # bytes
         for slot in slots:
             self._begins(slot)
@@ -212,7 +212,7 @@ class Recording(TorchDispatchMode):
         if self._why or (kind.views and _storage(found) in self._roots and not _odd(found)):
             return found  # it lies where its tensor does
         if kind.name == "empty" and not _odd(found):
-            self._note(func, kind, args, kwargs, [], [found])
+            self._made_room(func, args, kwargs, found)
             return found
         given, made = list(tensors_of((args, kwargs))), list(tensors_of(found))
         odd = next(filter(None, map(_odd, (*given, *made))), "")
@@ -250,7 +250,7 @@ class Recording(TorchDispatchMode):
             mine = x.clone()
         maker, first = _Maker(True), len(self._bases)
         self._begins(mine)
-        self._keep(Operator(torch.ops.aten.clone.default, (x,), {}, (0,)), maker, first)
+        self._keep(partial(Operator, torch.ops.aten.clone.default, (x,), {}, (0,)), maker, first)
         return mine
 
     def _note(self, func: Any, kind: _Kind, args: Any, kwargs: Any, given: list[Tensor], made: list[Tensor]) -> None:
@@ -277,9 +277,17 @@ class Recording(TorchDispatchMode):
             self._need(self._roots.get(_storage(x), -1))
         if name in EMPTY and made[0].device == self._device:
             self._scratch[first] = made[0].untyped_storage().nbytes()
-        self._keep(Operator(func, *template, fresh), maker, first)
+        self._keep(partial(Operator, func, *template, fresh), maker, first)
 
-    def _keep(self, what: Operator, maker: _Maker, first: int) -> None:
+    def _made_room(self, func: Any, args: Any, kwargs: Any, found: Tensor) -> None:
+        """Write down what is most of a recording: a tensor without values."""
+        first = len(self._bases)
+        self._begins(found)
+        if found.device == self._device:
+            self._scratch[first] = self._sizes[first][1]
+        self._keep(partial(Operator, func, args, kwargs, (0,)), _Maker(True), first)
+
+    def _keep(self, what: Callable[[], Operator], maker: _Maker, first: int) -> None:
         """Write an operator down that has made the roots from `first` on."""
         inside = range(first, len(self._bases))
         self._entries.append((what, maker, inside))
@@ -318,7 +326,8 @@ class Recording(TorchDispatchMode):
         elif not self._why:
             among = args if self._tables else ()
             tables = [self._tables.get(_storage(x)) for x in among if isinstance(x, Tensor)]
-            self._entries.append((launch.beside(*(x for one in tables if one for x in one.read)), NEEDED, range(0)))
+            beside = tuple(x for one in tables if one for x in one.read)
+            self._entries.append((partial(launch.beside, *beside), NEEDED, range(0)))
 
     def gathered(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Tensors of which a table is to say how far they lie apart, so that this is the same in every step: those
@@ -389,9 +398,10 @@ class Recording(TorchDispatchMode):
             self._scratch.pop(root, None)  # the caller's
             self._need(root)
         # What makes room is no work; of the rest, what may change from layer to layer.
-        left = [one for one in self._entries if one[1].needed and not (one[2] and one[2][0] in self._scratch)]
-        ways, size = self._laid_out([what for what, _, _ in left])
-        numbers = {root: self._own + 1 + n for n, root in enumerate(root for *_, inside in left for root in inside)}
+        kept = [one for one in self._entries if one[1].needed and not (one[2] and one[2][0] in self._scratch)]
+        left = [(make(), inside) for make, _, inside in kept]
+        ways, size = self._laid_out([what for what, _ in left])
+        numbers = {root: self._own + 1 + n for n, root in enumerate(root for _, inside in left for root in inside)}
 
         tables = dict[int, Tensor]()
 
@@ -414,7 +424,7 @@ class Recording(TorchDispatchMode):
         results = [settled(self._place(x)) for x in found]
         if self._why:
             return self._why
-        return Step.of(self._slots, size, [what.placed(settled) for what, _, _ in left], results)
+        return Step.of(self._slots, size, [what.placed(settled) for what, _ in left], results)
 
     def _laid_out(self, work: Sequence[Launch | Operator]) -> tuple[dict[int, int], int]:
         """Byte at which each tensor of scratch begins, and bytes that all of them take: what is over makes room."""
