@@ -20,7 +20,7 @@ from attrs import frozen
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from sparseprefill.kernels.repeat import NUMBERS, Launch, Operator, Place, Step, bound, mapped, tensors_of
+from sparseprefill.kernels.repeat import NUMBERS, Launch, Operator, Place, Step, bound, mapped, odd_of, tensors_of
 from sparseprefill.mask.recorded import RECORDING, OfLayer
 
 MODES: Any = torch._C
@@ -204,11 +204,14 @@ class Recording(TorchDispatchMode):
         if kind.decomposes:  # in inference mode it comes as it is, and what it does would not be seen
             with self:
                 return func.decompose(*args, **kwargs)
-        token = RECORDING.set(None)  # what an operator launches is repeated with it
-        try:
+        if kind.views or kind.name == "empty":
             found = func(*args, **kwargs)
-        finally:
-            RECORDING.reset(token)
+        else:
+            token = RECORDING.set(None)  # what an operator launches is repeated with it
+            try:
+                found = func(*args, **kwargs)
+            finally:
+                RECORDING.reset(token)
         if self._why or (kind.views and _storage(found) in self._roots and not _odd(found)):
             return found  # it lies where its tensor does
         if kind.name == "empty" and not _odd(found):
@@ -319,8 +322,11 @@ class Recording(TorchDispatchMode):
         """A kernel was launched: told by `enqueue`. made: the compiled kernel, where Triton says."""
         if self._why:
             return
-        why = _fixed(kernel, grid, args, options)
-        launch = why or Launch.of(kernel, grid, tuple(map(self._argument, args)), options, made)
+        given, odd = list(args), odd_of(args)
+        why = _fixed(kernel, grid, args, odd, options)
+        for i in () if why else odd:
+            given[i] = self._argument(args[i])
+        launch = why or Launch.of(kernel, grid, tuple(given), options, made)
         if isinstance(launch, str):
             self.refuse(FOREIGN.format(name=getattr(kernel, "__name__", "a kernel"), why=launch))
         elif not self._why:
@@ -352,8 +358,6 @@ class Recording(TorchDispatchMode):
             self._tables[_storage(table)] = Table(table, list(numbers), placed)
 
     def _argument(self, x: Any) -> Any:
-        if type(x) in NUMBERS:
-            return x
         if isinstance(x, Tensor):
             key = _storage(x)
             root = self._roots.get(key)
@@ -482,12 +486,17 @@ def _odd(x: Tensor) -> str:
     return "quantised" if x.is_quantized else "a view by its sign" if x.is_conj() or x.is_neg() else ""
 
 
-def _fixed(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> str:
-    """Reason for which a launch would be the same for other tensors, or another layer; empty where there is none."""
+def _fixed(
+    kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], odd: tuple[int, ...], options: dict[str, Any]
+) -> str:
+    """Reason for which a launch would be the same for other tensors, or another layer; empty where there is none.
+
+    odd: where arguments stand that are no plain numbers.
+    """
     named = [x for x in (*grid, *options.values()) if type(x) not in NUMBERS]
     if any(isinstance(x, Tensor) or hasattr(x, "block_shape") for x in named):
         return "a tensor is given by its name: pass tensors in the order of the signature"
-    rest = [x for x in args if type(x) not in NUMBERS]
+    rest = [args[i] for i in odd]
     if any(isinstance(x, list | tuple | dict) for x in rest):
         return "a tuple is among its arguments: pass them one by one"
     if any(isinstance(x, OfLayer) for x in named):

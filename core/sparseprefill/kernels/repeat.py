@@ -151,12 +151,13 @@ def straight(compiled: Any) -> tuple[Callable[..., Any], tuple[Any, ...], list[E
 @frozen(eq=False)
 class Launch:
     """A launch. run: of Triton's interpreter on its grid; on a GPU of `line`. arguments: as the kernel takes them,
-    `Place`s and `Descriptor`s among them. options: of the interpreter; None on a GPU. compiled, grid: there; line: what
+    `Place`s and `Descriptor`s among them; odd: where those that are no plain numbers stand. options: of the interpreter; None on a GPU. compiled, grid: there; line: what
     `run` takes there, with gaps for the stream and what differs by layer. others: what it reads by the numbers of an
     argument, which are kept for it: places, or tensors from outside."""
 
     run: Callable[..., Any]
     arguments: tuple[Any, ...]
+    odd: tuple[int, ...]
     options: dict[str, Any] | None = None
     compiled: Any = None
     grid: tuple[int, ...] = ()
@@ -172,19 +173,20 @@ class Launch:
     ) -> Self | str:
         """Of what `enqueue` launched; the reason where it cannot be bound."""
         if not isinstance(kernel, JITFunction):
-            return cls(kernel[grid], args, options)
+            return cls(kernel[grid], args, odd_of(args), options)
         if not _ran(made):
             return "Triton does not tell the compiled kernel"
         last = kernel.arg_names[len(args) :]
         if not all(name in options for name in last):
             return "some of its arguments have defaults"
         given = (*args, *(options[name] for name in last))
-        return cls(made.run, given, compiled=made, grid=(*grid, 1, 1)[:3])
+        return cls(made.run, given, odd_of(given), compiled=made, grid=(*grid, 1, 1)[:3])
 
     @property
     def places(self) -> list[Place]:
         """Those of its tensors."""
-        given = (x.base if isinstance(x, Descriptor) else x for x in self.arguments)
+        odd = [self.arguments[i] for i in self.odd]
+        given = [x.base if isinstance(x, Descriptor) else x for x in odd]
         return [x for x in (*given, *self.others) if isinstance(x, Place)]
 
     def beside(self, *others: Any) -> Self:
@@ -194,18 +196,18 @@ class Launch:
     def placed(self, settled: Callable[[Any], Any]) -> Self:
         """With final places."""
 
-        def final(x: Any) -> Any:
-            if type(x) in NUMBERS:
-                return x
-            if not isinstance(x, Descriptor):
-                return settled(x)
-            base = settled(x.base)
-            return Descriptor(x.like, base) if isinstance(base, Place) else x.over(base)
-
-        given, more = tuple(map(final, self.arguments)), tuple(map(settled, self.others))
-        line = {} if self.options is not None else _line_of(self.compiled, self.grid, given)
+        given = list(self.arguments)
+        for i in self.odd:
+            x = given[i]
+            if isinstance(x, Descriptor):
+                base = settled(x.base)
+                given[i] = Descriptor(x.like, base) if isinstance(base, Place) else x.over(base)
+            else:
+                given[i] = settled(x)
+        more = tuple(map(settled, self.others))
+        line = {} if self.options is not None else _line_of(self.compiled, self.grid, given, self.odd)
         fields = {"run": self.run, "options": self.options, "compiled": self.compiled, "grid": self.grid, **line}
-        return type(self)(arguments=given, others=more, **fields)
+        return type(self)(arguments=tuple(given), odd=self.odd, others=more, **fields)
 
     def there(self, layer: int, place: Callable[[Place], Any], descriptor: Callable[[Descriptor], Any]) -> list[Any]:
         """The arguments of a layer, as Triton's own launch takes them."""
@@ -234,17 +236,21 @@ class Launch:
         self.compiled[self.grid](*given, stream=stream)
 
 
-def _line_of(compiled: Any, grid: tuple[int, ...], arguments: Sequence[Any]) -> dict[str, Any]:
+def odd_of(arguments: Sequence[Any]) -> tuple[int, ...]:
+    """Places of arguments that are no plain numbers: a few of many."""
+    return tuple([i for i, x in enumerate(arguments) if type(x) not in NUMBERS])
+
+
+def _line_of(compiled: Any, grid: tuple[int, ...], arguments: Sequence[Any], odd: Sequence[int]) -> dict[str, Any]:
     """Fields of a launch on a GPU, by what it is launched with."""
     run, head, encoders = straight(compiled)
     line: list[Any] = [*grid, None, *head]
     numbers = list[tuple[int, Callable[[int], int]]]()
     pointers, descriptors = list[tuple[int, int, int]](), list[tuple[int, int, int, Descriptor]]()
-    each = iter(encoders or ())
-    for x in arguments:
-        if type(x) in NUMBERS:
-            line.append(x)
-            continue
+    each, done = iter(encoders or ()), 0
+    for i in odd:
+        line += arguments[done:i]
+        x, done = arguments[i], i + 1
         here, encode = len(line), next(each) if encoders is not None and _is_descriptor(x) else None
         if isinstance(x, Place):
             pointers.append((here, x.root, x.offset))
@@ -256,6 +262,7 @@ def _line_of(compiled: Any, grid: tuple[int, ...], arguments: Sequence[Any]) -> 
         if encode is not None:
             like = x.like if isinstance(x, Descriptor) else x
             line += [*like.shape, *like.strides]
+    line += arguments[done:]
     return {
         "run": run,
         "line": tuple(line),

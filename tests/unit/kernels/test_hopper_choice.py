@@ -217,9 +217,10 @@ def test_of_few_rows_behind_many_keys_the_longest_blocks_are_drawn_first(
                 group = (first + tile) // 2 - first // 2
                 keys = int(tiles_of.counts[b, h, tile]) * 128 + int(stripes_of.counts[b, h, group]) * width
                 length.append(keys)
-    pieces = launch._pieces(given, mask, blocks)
-    assert pieces is not None
-    drawn = told(pieces)
+    made = launch._draws(given, mask, blocks)
+    assert made is not None
+    assert not made.room.any()
+    drawn = told(made.words)
     items = [item for item, number, _ in drawn if number == 0]
     assert sorted(items) == list(range(2 * 4 * blocks))
     assert [length[item] for item in items] == sorted(length, reverse=True)
@@ -237,13 +238,13 @@ def test_blocks_that_are_short_or_too_many_follow_head_by_head(monkeypatch: pyte
     behind, whole = AttentionCall(q, k, v), AttentionCall(q, k[:, :, :600], v[:, :, :600])
     some, few = (SparseMask.from_tiles(one, _half(one)) for one in (behind, whole))
     for one, mask in ((behind, some), (whole, few), (behind, SparseMask.full(behind))):
-        assert launch._pieces(one, mask, 6) is not None
-    assert launch._pieces(behind, SparseMask.empty(behind), 6) is None
+        assert launch._draws(one, mask, 6) is not None
+    assert launch._draws(behind, SparseMask.empty(behind), 6) is None
     monkeypatch.setattr(launch, "LEAST_STEPS", 16)
-    assert launch._pieces(behind, some, 6) is None  # 16 steps
+    assert launch._draws(behind, some, 6) is None  # 16 steps
     monkeypatch.setattr(launch, "LEAST_STEPS", 4)
     monkeypatch.setattr(launch, "MOST", 23)
-    assert launch._pieces(behind, some, 6) is None
+    assert launch._draws(behind, some, 6) is None
 
 
 @pytest.mark.parametrize("kept", ["tiles", "lists", "columns", "window"])
@@ -261,9 +262,9 @@ def test_the_last_rows_of_a_whole_prompt_come_first_in_pieces(kept: str, monkeyp
         mask = SparseMask.from_stripes(given, columns, width=16)
     else:
         mask = SparseMask.from_tiles(given, few) if kept == "tiles" else SparseMask.from_tiles(given, few).listed()
-    pieces = launch._pieces(given, mask.with_dense_rows((14, 15)), 15)
-    assert pieces is not None
-    drawn = told(pieces)
+    made = launch._draws(given, mask.with_dense_rows((14, 15)), 15)
+    assert made is not None
+    drawn = told(made.words)
     cut = [item for item, number, count in drawn if count > 1 and number == 0]
     assert cut == [0, 15, 30, 45]
     assert [item for item, number, _ in drawn if number == 0][:4] == cut
@@ -282,8 +283,8 @@ def test_blocks_of_several_requests_are_those_that_there_are(
     own = requests.blocks(launch.BLOCK_M)
     blocks = max(own)
     monkeypatch.setattr(launch, "LEAST_STEPS", least)
-    order, pieces = launch._pieces_together(requests, blocks)
-    items = [item for item, number, _ in told(pieces) if number == 0] if order is None else order.tolist()
+    order, made = launch._draws_together(requests, blocks)
+    items = order.tolist() if made is None else [item for item, number, _ in told(made.words) if number == 0]
     length = {}
     for i, mask in enumerate(masks):
         assert mask.tiles is not None
@@ -292,8 +293,8 @@ def test_blocks_of_several_requests_are_those_that_there_are(
                 item = (i * 4 + h) * blocks + blocks - 1 - block  # as `work.query_block` reads it
                 length[item] = int(mask.tiles.counts[0, h, block])
     assert sorted(items) == sorted(length)
-    assert (pieces is not None) == (least == 4)
-    if pieces is not None:
+    assert (made is not None) == (least == 4)
+    if made is not None:
         assert [length[item] for item in items] == sorted(length.values(), reverse=True)
     else:
         assert [item // (4 * blocks) for item in items] == [i for i in range(3) for _ in range(4 * own[i])]
