@@ -1,7 +1,8 @@
 """What a server's layer takes: `python -m lab.host` (from tests/) times a layer behind the first of its step.
 
 *host*: microseconds until its last launch is made, as a server runs it: repeated, its record kept; *asked*: where every
-stage is asked in each layer; *first*: of the first layer of a step in sizes that no step had before, which is recorded.
+stage is asked in each layer; *first*: of the first layer of a step in sizes that no step had before, which is recorded;
+*step*: of each of the 24 layers of such a step, the first among them, until the device is done.
 On a GPU launches are real and nobody waits for them, and made-up heads are also timed layer after layer (*layers*),
 from a CUDA graph of each (*graph*), and of one request beside the fastest dense kernel that is installed (*dense*); a
 graph's output is held to its layer's, bit by bit. `--kernels` tells what each of a layer's kernels takes. Without a GPU
@@ -32,8 +33,9 @@ from sparseprefill.adapters.vllm.pages import pages_of
 import sparseprefill as sp
 from sparseprefill import AttentionCall, kernels
 
-PAGE, LAYERS, FRESH = 16, 4, 21
-"""Tokens of a page; layers that take turns, each with a cache of its own; sessions that know no sizes yet."""
+PAGE, LAYERS, FRESH, STEP = 16, 4, 21, 24
+"""Tokens of a page; layers that take turns, each with a cache of its own; sessions that know no sizes yet; layers of a
+step."""
 
 
 @frozen
@@ -52,6 +54,7 @@ class Host:
     host: float
     asked: float
     first: float
+    step: float
     layers: float = 0.0
     graph: float = 0.0
     dense: float = 0.0
@@ -65,7 +68,7 @@ class Host:
             f"{self.method}, {several}{self.rows:,} rows of {self.keys:,} keys, {self.heads} / {self.kv_heads} heads"
         )
         text = f"{sizes}, d {self.width}: {self.launches} launches, host {self.host:.0f} us, asked {self.asked:.0f}"
-        text = f"{text}, first {self.first:.0f}"
+        text = f"{text}, first {self.first:.0f}, step {self.step:.0f}"
         if not self.layers:
             return text
         text = f"{text}; layers {self.layers:.0f}, graph {self.graph:.0f}"
@@ -162,7 +165,7 @@ def measure(
     def session() -> Session:
         return Session(evolve(made, estimator=Asked(made.estimator)) if asks else made, HostOptions(recall_every=0))
 
-    sessions = [session() for _ in range(FRESH + 5)]
+    sessions = [session() for _ in range(2 * (FRESH + 5))]
     layers = [Layer(requests, rows, keys, shape, seed) for seed in range(LAYERS)]
     prefills = [Prefill() for _ in range(requests)]
 
@@ -171,6 +174,14 @@ def measure(
 
     def first(_: int) -> None:
         layers[0].ask(sessions.pop(), 0, [Prefill() for _ in range(requests)], layers[0].slots)
+
+    def through(_: int) -> None:
+        begun = layers[0].ask(sessions.pop(), 0, [Prefill() for _ in range(requests)], layers[0].slots)
+        for i in range(1, STEP):
+            if begun is not None:
+                begun.run(i, layers[i % LAYERS].slots)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
 
     asked(0)  # compiles
     repeat = asked(0, layers[0].slots)
@@ -181,16 +192,19 @@ def measure(
         repeat.run(index, layers[index].slots)
 
     host, asking, recorded = _host(again, rounds), _host(asked, rounds), _host(first, FRESH - 1)
+    whole = _host(through, FRESH - 1) / STEP
     step = repeat.how.rest if isinstance(repeat.how, Asking) else repeat.how
     counted = 0 if isinstance(step, str) else len(step.work)
     if not torch.cuda.is_available():
-        return Host(method, requests, rows, keys, *shape, counted, host, asking, recorded)
+        return Host(method, requests, rows, keys, *shape, counted, host, asking, recorded, whole)
     found = sessions[0].report("lab", "none")
     density = next(one.density for one in found.layers if one.density is not None)
     kernel, dense = _dense(layers[0]) if requests == 1 else ("", 0.0)
     times = _device(again, rounds), _device(_graphs(again, layers), rounds), dense
     kernels = _kernels(again, rounds) if each else {}
-    return Host(method, requests, rows, keys, *shape, counted, host, asking, recorded, *times, kernel, density, kernels)
+    return Host(
+        method, requests, rows, keys, *shape, counted, host, asking, recorded, whole, *times, kernel, density, kernels
+    )
 
 
 def _host(run: Callable[[int], Any], rounds: int) -> float:
