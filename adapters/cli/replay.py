@@ -364,4 +364,4 @@ def _in_engine(run: Run, reference: Run | None) -> list[str]:
     theirs = None if reference is None or reference.counted is None else reference.counted.each
     if theirs is not None:
         text = f"{text}; the reference {_seconds(theirs)}, {theirs / mine:.2f} times"
-    return [f"{text}. The rest of a first token is the server's front end, which tokenizes the whole prompt each time"]
+    return [f"{text}. The rest of a first token passes in front of it: HTTP, and tokenizing the whole text each time"]

@@ -249,6 +249,8 @@ def test_settings_from_a_run_on_other_texts(tmp_path: Path) -> None:
     assert [str(file)] == facts["from"]
     refused(run(*SHORT, *few, "--seed", "1001"), "--from", "the same texts", "a --seed other than 1001")
     twice = file.read_text().replace("{", '{"seed": 77, ', 1)
+    for option in ("--kl", "--copies"):
+        refused(run(*SHORT, "--method", "xattention", option, "0.5"), "pass --from FILE, too")
     for text in ("{", "[]", twice, '{"seed": 1, "texts": 1, "points": []}', '{"seed": 1}'):
         file.write_text(text)
         refused(run(*SHORT, *few), "--from", "pass what --json FILE wrote")

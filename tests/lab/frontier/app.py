@@ -14,7 +14,7 @@ from sparseprefill.adapters.calibration.candidates import Candidate
 from sparseprefill.adapters.calibration.candidates import settings as space
 from sparseprefill.adapters.cli import options, render
 from sparseprefill.adapters.cli.demo import GREEDY
-from sparseprefill.adapters.cli.group import Stop
+from sparseprefill.adapters.cli.group import CommandError, Stop
 from sparseprefill.adapters.cli.options import (
     Configs,
     Device,
@@ -138,6 +138,8 @@ def frontier(
     values = options.tried([one.name for one in methods], settings or (), tried or ())
     fixed = fixed_parameters(methods, settings or (), model, recall_floor, values)
     best = None
+    if (kl or copies is not None) and not chosen_by:
+        raise CommandError("--kl and --copies choose among the settings of a file: pass --from FILE, too")
     if chosen_by:
         found_by = [best_settings(path, seed, texts, kl or (), copies) for path in chosen_by]
         best = {name: settings for one in found_by for name, settings in one.items()}
