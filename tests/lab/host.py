@@ -2,7 +2,8 @@
 
 *host*: microseconds until its last launch is made, as a server runs it: repeated, its record kept; *asked*: where every
 stage is asked in each layer; *first*: of the first layer of a step in sizes that no step had before, which is recorded;
-*step*: of each of the 24 layers of such a step, the first among them, until the device is done.
+*step*: of each of the 24 layers of such a step, the first among them, until the device is done. With `--asks` each
+layer asks the estimator, as one in plain PyTorch: *estimator* is what that alone takes of *host*.
 On a GPU launches are real and nobody waits for them, and made-up heads are also timed layer after layer (*layers*),
 from a CUDA graph of each (*graph*), and of one request beside the fastest dense kernel that is installed (*dense*); a
 graph's output is held to its layer's, bit by bit. `--kernels` tells what each of a layer's kernels takes. Without a GPU
@@ -40,8 +41,9 @@ step."""
 
 @frozen
 class Host:
-    """Microseconds a layer. launches: that it repeats, torch's operators among them. From `layers` on: on a GPU,
-    else 0; pairs: share of the causal pairs that it computes there; kernels: of each, if asked for."""
+    """Microseconds a layer. launches: that it repeats, torch's operators among them. estimator: of `host`, what an
+    estimator takes that each layer asks, else 0. From `layers` on: on a GPU, else 0; pairs: share of the causal pairs
+    that it computes there; kernels: of each, if asked for."""
 
     method: str
     requests: int
@@ -55,6 +57,7 @@ class Host:
     asked: float
     first: float
     step: float
+    estimator: float = 0.0
     layers: float = 0.0
     graph: float = 0.0
     dense: float = 0.0
@@ -69,6 +72,7 @@ class Host:
         )
         text = f"{sizes}, d {self.width}: {self.launches} launches, host {self.host:.0f} us, asked {self.asked:.0f}"
         text = f"{text}, first {self.first:.0f}, step {self.step:.0f}"
+        text = f"{text}, estimator {self.estimator:.0f}" if self.estimator else text
         if not self.layers:
             return text
         text = f"{text}; layers {self.layers:.0f}, graph {self.graph:.0f}"
@@ -195,16 +199,21 @@ def measure(
     whole = _host(through, FRESH - 1) / STEP
     step = repeat.how.rest if isinstance(repeat.how, Asking) else repeat.how
     counted = 0 if isinstance(step, str) else len(step.work)
+
+    def estimate(_: int) -> None:
+        made.estimator.estimate(call, sp.Memory())
+
+    call = layers[0].calls(0)[0]
+    alone = _host(estimate, rounds) if asks else 0.0
+    told = counted, host, asking, recorded, whole, alone
     if not torch.cuda.is_available():
-        return Host(method, requests, rows, keys, *shape, counted, host, asking, recorded, whole)
+        return Host(method, requests, rows, keys, *shape, *told)
     found = sessions[0].report("lab", "none")
     density = next(one.density for one in found.layers if one.density is not None)
     kernel, dense = _dense(layers[0]) if requests == 1 else ("", 0.0)
     times = _device(again, rounds), _device(_graphs(again, layers), rounds), dense
     kernels = _kernels(again, rounds) if each else {}
-    return Host(
-        method, requests, rows, keys, *shape, counted, host, asking, recorded, whole, *times, kernel, density, kernels
-    )
+    return Host(method, requests, rows, keys, *shape, *told, *times, kernel, density, kernels)
 
 
 def _host(run: Callable[[int], Any], rounds: int) -> float:

@@ -1,9 +1,9 @@
 """A pretrained model in SGLang's engine, ours beside its own attention: ``python -m lab.sglang.engine --model MODEL``
 (from tests/).
 
-First tokens of whole texts in an empty cache, 16 tokens behind them, and what the rows inside say of restated passages
-and facts. One engine after the other, each in a process of its own, which SGLang ends where it fails. Needs SGLang and
-the extra ``cli``.
+First tokens of whole texts in an empty cache, and of turns behind what the radix cache holds, 16 tokens behind texts,
+and what the rows inside say of restated passages and facts. One engine after the other, each in a process of its own,
+which SGLang ends where it fails. Needs SGLang and the extra ``cli``.
 """
 
 # SGLang is not there where types are checked.
@@ -41,12 +41,14 @@ app = command("Measure a pretrained model in SGLang's engine, its own attention 
 class Asked:
     """The work of one engine. arguments: of SGLang's `Engine`. table: options of our backend; None for SGLang's own.
 
-    prompts: texts that are timed, `rounds` times after one to warm up. looked_at: how many of them are looked into.
+    prompts: of each length texts that are timed, `rounds` times after one to warm up. turn: their last tokens, timed
+    behind the rest, too; 0 for none. looked_at: how many of them are looked into.
     """
 
     arguments: Mapping[str, Any]
     table: Mapping[str, Any] | None
-    prompts: Sequence[Prompt]
+    prompts: Sequence[Sequence[Prompt]]
+    turn: int
     rounds: int
     looked_at: int
 
@@ -56,7 +58,10 @@ def main(
     model: Annotated[str, typer.Option(help="embedded, or the folder of a trained model.")],
     method: Annotated[list[str] | None, typer.Option(help="Serve with this method; repeat. By default rowmax.")] = None,
     own: Annotated[str, typer.Option(help="SGLang's attention, which also decodes.")] = "fa3",
-    tokens: Annotated[int, typer.Option(min=3072, help="Tokens of a text.")] = 30720,
+    tokens: Annotated[
+        list[int] | None, typer.Option(min=3072, help="Tokens of a text; repeat for several. By default 30,720.")
+    ] = None,
+    turn: Annotated[int, typer.Option(min=0, help="Also time so many last tokens of a text behind the rest.")] = 0,
     texts: Annotated[int, typer.Option(min=1, help="Texts that are timed, of all kinds in turn.")] = 3,
     looked_at: Annotated[int, typer.Option("--inside", min=0, help="So many of them are looked into.")] = 2,
     rounds: Annotated[int, typer.Option(min=1, help="Runs of each text; the median of all counts.")] = 2,
@@ -75,31 +80,35 @@ def main(
     except (TypeError, ValueError) as error:
         raise CommandError(f'--engine {engine}: {error}; pass an object such as {{"page_size": 64}}') from error
     folder = folder_of(model).absolute()
-    prompts = built_in(load_tokenizer(folder), tokens, texts, seed)
+    lengths, tokenizer = tokens or [30720], load_tokenizer(folder)
+    if turn >= min(lengths):
+        raise CommandError(f"--turn {turn}: pass fewer than the texts' {min(lengths):,} tokens")
+    prompts = [built_in(tokenizer, length, texts, seed) for length in lengths]
     steps = {"chunked_prefill_size": chunk, "skip_tokenizer_init": True, "random_seed": seed}
     usual = {"model_path": str(folder), "device": device, "dtype": dtype, **steps}
     found: list[dict[str, Any]] = []
-    theirs: list[list[int] | None] = []
+    stock: dict[int, dict[str, Any]] = {}
     if not files.alone:
-        typer.echo(f"| attention | first token | over {own} | pairs | copies | facts | same tokens | dense calls |")
-        typer.echo("|" + " --- |" * 8)
+        names = ("attention", "tokens", "first token", f"over {own}", "turn", f"over {own}", "pairs", "copies", "facts")
+        typer.echo(f"| {' | '.join((*names, 'same tokens', 'dense calls'))} |")
+        typer.echo("|" + " --- |" * (len(names) + 2))
     for name in (None, *(method or ["rowmax"])):
         mine = {"prefill_attention_backend": "sparseprefill", "decode_attention_backend": own}
         arguments = {**usual, **({"attention_backend": own} if name is None else mine), **more}
         table = None if name is None else {"method": name, **({} if gate else {"gate": False})}
-        asked = Asked(arguments=arguments, table=table, prompts=prompts, rounds=rounds, looked_at=looked_at)
-        row = apart(asked)
-        said = row.pop("said", ())
-        if name is None:
-            theirs = [chosen for chosen, _ in said] or [None] * looked_at
-        looked = zip(prompts, said, theirs, strict=False)
-        row["inside"] = [
-            {"name": one.name, **inside(one, chosen, lost, stock)} for one, (chosen, lost), stock in looked
-        ]
-        found.append({"attention": name or own, **row})
-        if not files.alone:
-            typer.echo(line(found[-1], found[0]))
-    text = json.dumps({"model": folder.name, "tokens": tokens, "chunk": chunk, "rows": found}, indent=1)
+        asked = Asked(arguments=arguments, table=table, prompts=prompts, turn=turn, rounds=rounds, looked_at=looked_at)
+        for length, texts_of, row in zip(lengths, prompts, apart(asked), strict=False):
+            own_row = stock.setdefault(length, row)
+            theirs = [chosen for chosen, _ in own_row.get("said", ())] or [None] * looked_at
+            looked = zip(texts_of, row.get("said", ()), theirs, strict=False)
+            row["inside"] = [
+                {"name": one.name, **inside(one, chosen, lost, other)} for one, (chosen, lost), other in looked
+            ]
+            shown = {"attention": name or own, "tokens": length, **row}
+            found.append({name: value for name, value in shown.items() if name != "said"})
+            if not files.alone:
+                typer.echo(line(shown, own_row))
+    text = json.dumps({"model": folder.name, "chunk": chunk, "turn": turn, "rows": found}, indent=1)
     if files.alone:
         typer.echo(text)
     elif files.json is not None:
@@ -111,30 +120,36 @@ def main(
 def line(row: Mapping[str, Any], stock: Mapping[str, Any]) -> str:
     """A row of the table."""
     if "error" in row:
-        return f"| {row['attention']} | {row['error']} |" + " |" * 6
+        return f"| {row['attention']} | {row['tokens']:,} | {row['error']} |" + " |" * 8
     looked = row["inside"]
     right, asked = ([sum(one[name] for one in looked) for name in names] for names in _COUNTS)
     same = [a == b for a, b in zip(row["answers"], stock.get("answers", ()), strict=False)]
-    times = (f"{row['seconds']:.3f} s", f"{stock['seconds'] / row['seconds']:.2f}" if "seconds" in stock else "")
     pairs = "" if row["density"] is None else f"{row['density']:.1%}"
     counts = [f"{a:,} of {b:,}" for a, b in zip(right, asked, strict=True)]
-    cells = [row["attention"], *times, pairs, *counts, f"{sum(same)} of {len(same)}", str(row["dense"])]
-    return f"| {' | '.join(cells)} |"
+    times = [*_times(row["seconds"], stock.get("seconds")), *_times(row["turn"], stock.get("turn"))]
+    cells = [row["attention"], f"{row['tokens']:,}", *times, pairs, *counts, f"{sum(same)} of {len(same)}"]
+    return f"| {' | '.join((*cells, str(row['dense'])))} |"
+
+
+def _times(seconds: float | None, stock: float | None) -> tuple[str, str]:
+    if seconds is None:
+        return "", ""
+    return f"{seconds:.3f} s", f"{stock / seconds:.2f}" if stock else ""
 
 
 _COUNTS = (("copies", "facts"), ("of_copies", "of_facts"))
 
 
-def apart(asked: Asked) -> dict[str, Any]:
-    """Figures of one engine, or its ``error``: SGLang kills its process where it fails."""
+def apart(asked: Asked) -> list[dict[str, Any]]:
+    """Figures of one engine by length, or its ``error``: SGLang kills its process where it fails."""
     here, there = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.get_context("spawn").Process(target=work, args=(asked, there))
     process.start()
     there.close()
     try:
-        found: dict[str, Any] = here.recv()
+        found: list[dict[str, Any]] = here.recv()
     except EOFError:
-        found = {"error": "the engine ended; its log stands above"}
+        found = [{"error": "the engine ended; its log stands above"}]
     process.join(60)
     process.kill()
     return found
@@ -152,37 +167,56 @@ def work(asked: Asked, told: Connection) -> None:
         made.shutdown()
 
 
-def figures(engine: Any, asked: Asked) -> dict[str, Any]:
-    """First tokens, answers and what stands inside. Each run has another first token, of which no cache knows."""
+def figures(engine: Any, asked: Asked) -> list[dict[str, Any]]:
+    """First tokens, answers and what stands inside, by length. Each run has another first token, of which no cache
+    knows; a turn has that of the rest of its text, which is asked before."""
     fresh = iter(range(3, 1 << 16))
 
-    def ask(prompt: Prompt, new: int, first: bool = True, **more: Any) -> tuple[float, dict[str, Any]]:
-        ids = [*([next(fresh)] if first else []), *prompt.ids]
+    def ask(ids: Sequence[int], new: int, **more: Any) -> tuple[float, dict[str, Any]]:
         began = time.perf_counter()
-        answer = engine.generate(input_ids=[ids], sampling_params={**GREEDY, "max_new_tokens": new}, **more)
+        answer = engine.generate(input_ids=[list(ids)], sampling_params={**GREEDY, "max_new_tokens": new}, **more)
         return time.perf_counter() - began, answer[0]
 
-    for _ in range(2):
-        ask(asked.prompts[-1], 16)
-    times = [ask(prompt, 1)[0] for _ in range(asked.rounds) for prompt in asked.prompts]
-    answers = [ask(prompt, 16)[1]["output_ids"] for prompt in asked.prompts]
-    said = []
-    for prompt in asked.prompts[: asked.looked_at]:
-        meta = ask(prompt, 1, False, return_logprob=True, logprob_start_len=0, top_logprobs_num=1)[1]["meta_info"]
-        chosen = [max(one)[1] for one in meta["input_top_logprobs"][1:]]
-        said.append((chosen, [-float(one[0]) for one in meta["input_token_logprobs"][1:]]))
-    report = engine.get_server_info()["internal_states"][0].get("sparseprefill") or [{"layers": []}]
-    layers = report[0]["layers"]
-    density = [one["density"] for one in layers if one["density"] is not None]
-    return {
-        "seconds": median(times),
-        "times": times,
-        "answers": answers,
-        "said": said,
-        "density": sum(density) / len(density) if density else None,
-        "dense": sum(one["dense_calls"] for one in layers),
-        "kernels": report[0].get("kernels", {}),
-    }
+    def whole(prompt: Prompt) -> list[int]:
+        return [next(fresh), *prompt.ids]
+
+    def behind(prompt: Prompt) -> float:
+        ids = whole(prompt)
+        ask(ids[: -asked.turn], 1)
+        return ask(ids, 1)[0]
+
+    def pairs() -> tuple[list[dict[str, Any]], dict[str, str]]:
+        report = engine.get_server_info()["internal_states"][0].get("sparseprefill") or [{"layers": []}]
+        return report[0]["layers"], report[0].get("kernels", {})
+
+    found = []
+    for prompts in asked.prompts:
+        for _ in range(2):
+            ask(whole(prompts[-1]), 16)
+        times = [ask(whole(one), 1)[0] for _ in range(asked.rounds) for one in prompts]
+        layers, kernels = pairs()  # of the last prompt
+        if asked.turn:
+            behind(prompts[-1])
+        turns = [behind(one) for _ in range(asked.rounds) for one in prompts] if asked.turn else []
+        answers = [ask(whole(one), 16)[1]["output_ids"] for one in prompts]
+        said = []
+        for prompt in prompts[: asked.looked_at]:
+            meta = ask(prompt.ids, 1, return_logprob=True, logprob_start_len=0, top_logprobs_num=1)[1]["meta_info"]
+            chosen = [max(one)[1] for one in meta["input_top_logprobs"][1:]]
+            said.append((chosen, [-float(one[0]) for one in meta["input_token_logprobs"][1:]]))
+        density = [one["density"] for one in layers if one["density"] is not None]
+        found.append({
+            "seconds": median(times),
+            "times": times,
+            "turn": median(turns) if turns else None,
+            "turns": turns,
+            "answers": answers,
+            "said": said,
+            "density": sum(density) / len(density) if density else None,
+            "dense": sum(one["dense_calls"] for one in layers),
+            "kernels": kernels,
+        })  # fmt: skip
+    return found
 
 
 if __name__ == "__main__":
