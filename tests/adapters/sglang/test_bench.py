@@ -40,8 +40,19 @@ def test_a_model_in_the_engine(tmp_path: Path) -> None:
     behind the radix cache takes less than the whole text."""
     more = {name: USUAL[name] for name in ("disable_cuda_graph", "disable_overlap_schedule", "max_total_tokens")}
     flags = ["--device", "cpu", "--dtype", "float32", "--own", "torch_native", "--engine", json.dumps(more)]
-    small = ["--model", "embedded", "--tokens", "3072", "--turn", "512", "--texts", "1", "--inside", "1", "--rounds", "1"]
-    asked = ["-m", "lab.sglang.engine", *small, *flags, "--method", "dense", "--json", str(tmp_path / "rows.json")]
+    small = ["--model", "embedded", "--tokens", "3072", "--turn", "512", "--texts", "1", "--inside", "1"]
+    asked = [
+        "-m",
+        "lab.sglang.engine",
+        *small,
+        *flags,
+        "--rounds",
+        "1",
+        "--method",
+        "dense",
+        "--json",
+        str(tmp_path / "rows.json"),
+    ]
     where = Path(__file__).parents[2]
     done = subprocess.run(
         [sys.executable, *asked], cwd=where, env=environment(), capture_output=True, text=True, check=False
