@@ -42,8 +42,8 @@ DEFAULT, LOSES, INK, GRID = "#10365f", "#c97b63", "#333333", "#e6e6e6"
 ATTENTION = "#a9c9e2"
 KEPT = {"copies": 0.22, "facts": 0.48, "pairs": 0.74, "KL": 1.0}
 """What stands beside a real model's bars, and where each column ends."""
-ON_H200 = frozenset({"rowmax", "streaming", "star-attention"})
-"""Methods whose rows at the shortest length are of an H200."""
+ON_H100 = frozenset({"flexprefill", "sample-attention", "share-prefill", "kascade", "anchor-attention"})
+"""Methods whose rows at the shortest length are of an H100."""
 OWN_LINE = re.compile(r"^\*\*On a real model\*\*.*?\n\n", re.M | re.S)
 """The paragraph of a method's page about the real model."""
 README_ROW = re.compile(
@@ -107,11 +107,11 @@ def real_section(tokens: str) -> str:
 
 
 def real_rows(tokens: str) -> list[Real]:
-    """The rows at the defaults, and those in bold, of all tables of the section that have times.
+    """The rows at the defaults, and those in bold, of all tables of the section that have times; the last of a setting.
 
     The table of a subsection may name settings by parameters alone: its method is then the heading's first word.
     """
-    found: list[Real] = []
+    found: dict[tuple[str, str], Real] = {}
     texts = ""
     for part in real_section(tokens).split("\n### "):
         said = re.search(r"(\d+) texts", part)
@@ -135,8 +135,9 @@ def real_rows(tokens: str) -> list[Real]:
             if method == "dense" or not (marked or setting == "defaults"):
                 continue
             shares = (row[name].split(" (")[0] for name in ("pairs", "copies", "facts", "KL"))
-            found.append(Real(method, setting, marked, *shares, float(row["attention"]), float(row["prefill"]), texts))
-    return found
+            times = float(row["attention"]), float(row["prefill"])
+            found[method, setting] = Real(method, setting, marked, *shares, *times, texts)
+    return list(found.values())
 
 
 def real_digest() -> str:
@@ -149,7 +150,7 @@ def about(row: Real | None, tokens: str) -> str:
     if row is None:
         line = f"**On a real model** it was not measured ([those that were](../{REAL_PAGE.name}))."
     else:
-        gpu = "one H200" if row.method in ON_H200 else "one H100"
+        gpu = "one H100" if row.method in ON_H100 else "one H200"
         at = f"Qwen2.5-Coder-1.5B, {tokens} tokens, {gpu}, defaults"
         line = (
             f"**On a real model** ([table](../{REAL_PAGE.name}); {at})"
