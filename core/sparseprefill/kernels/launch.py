@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 from torch.utils._python_dispatch import _disable_current_modes
-from triton.runtime.jit import JITFunction
 
 from sparseprefill.mask.recorded import RECORDING, OfLayer
 
@@ -21,7 +19,6 @@ def enqueue(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> N
     if recording is None:
         kernel[grid](*args, **options)
         return
-    compiled = isinstance(kernel, JITFunction)
-    with nullcontext() if compiled else _disable_current_modes():  # the interpreter copies tensors to and fro
+    with _disable_current_modes():  # the interpreter copies tensors to and fro
         made = kernel[grid](*(int(x) if type(x) is OfLayer else x for x in args), **options)
     recording.launched(kernel, grid, args, options, made)
