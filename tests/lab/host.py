@@ -205,15 +205,15 @@ def measure(
 
     call = layers[0].calls(0)[0]
     alone = _host(estimate, rounds) if asks else 0.0
-    told = counted, host, asking, recorded, whole, alone
+    told = host, asking, recorded, whole, alone
     if not torch.cuda.is_available():
-        return Host(method, requests, rows, keys, *shape, *told)
+        return Host(method, requests, rows, keys, *shape, counted, *told)
     found = sessions[0].report("lab", "none")
     density = next(one.density for one in found.layers if one.density is not None)
     kernel, dense = _dense(layers[0]) if requests == 1 else ("", 0.0)
     times = _device(again, rounds), _device(_graphs(again, layers), rounds), dense
     kernels = _kernels(again, rounds) if each else {}
-    return Host(method, requests, rows, keys, *shape, *told, *times, kernel, density, kernels)
+    return Host(method, requests, rows, keys, *shape, counted, *told, *times, kernel, density, kernels)
 
 
 def _host(run: Callable[[int], Any], rounds: int) -> float:

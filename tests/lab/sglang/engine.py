@@ -186,8 +186,9 @@ def figures(engine: Any, asked: Asked) -> list[dict[str, Any]]:
         return ask(ids, 1)[0]
 
     def pairs() -> tuple[list[dict[str, Any]], dict[str, str]]:
-        report = engine.get_server_info()["internal_states"][0].get("sparseprefill") or [{"layers": []}]
-        return report[0]["layers"], report[0].get("kernels", {})
+        reports = engine.get_server_info()["internal_states"][0].get("sparseprefill")
+        report: dict[str, Any] = reports[0] if reports else {}
+        return report.get("layers", []), report.get("kernels", {})
 
     found = []
     for prompts in asked.prompts:
