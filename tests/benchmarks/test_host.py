@@ -23,7 +23,7 @@ from sparseprefill.adapters.session.session import Prefill, Session
 from sparseprefill.adapters.vllm.plan import plan
 
 import sparseprefill as sp
-from adapters.vllm.test_plan import Common, RunnerV1, RunnerV2, runtime, stock
+from helpers.vllm_runners import Common, RunnerV1, RunnerV2, runtime, stock
 from sparseprefill.call import AttentionCall
 from sparseprefill.pipeline import Pipeline
 

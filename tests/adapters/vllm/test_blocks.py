@@ -18,9 +18,8 @@ from sparseprefill.adapters.serving.requests import Row
 from sparseprefill.adapters.vllm.blocks import Blocks, watch
 from sparseprefill.adapters.vllm.names import Names
 
+from helpers.vllm_runners import runtime
 from sparseprefill.breakeven.before import Before
-
-from .test_plan import runtime
 
 SIZE, POOL = 4, 14
 HOW = st.sampled_from(["", "rowmax", "bfla"])

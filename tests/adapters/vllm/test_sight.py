@@ -33,8 +33,7 @@ from sparseprefill.adapters.vllm.runtime import UNSEEN, Runtime, interval_of_hos
 import sparseprefill as sp
 from docs.pages import section
 from helpers.patience import patient
-
-from .test_plan import NOTHING, RunnerV1, RunnerV2, common, runtime, stock
+from helpers.vllm_runners import NOTHING, RunnerV1, RunnerV2, common, runtime, stock
 
 ALERTS = Path(__file__).parents[3] / "docs" / "examples" / "vllm" / "alerts.yaml"
 PROMTOOL = shutil.which("promtool")
