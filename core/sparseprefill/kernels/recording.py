@@ -415,9 +415,9 @@ class Recording(TorchDispatchMode):
             if not isinstance(x, Place) or x.root < self._own:
                 return x
             if x.root in ways:
-                return x.moved(self._own, ways[x.root] + x.offset)
+                return x._replace(root=self._own, offset=ways[x.root] + x.offset)
             if x.root in numbers:
-                return x.moved(numbers[x.root], x.offset)
+                return x._replace(root=numbers[x.root])
             return x.of(_root(self._held[x.root], self._bases[x.root]))
 
         for key, table in self._tables.items():

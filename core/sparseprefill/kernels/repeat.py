@@ -45,10 +45,6 @@ class Place(NamedTuple):
     size: tuple[int, ...]
     stride: tuple[int, ...]
 
-    def moved(self, root: int, offset: int) -> Place:
-        """The same in another root."""
-        return Place(root, offset, self.dtype, self.size, self.stride)
-
     def of(self, root: Tensor) -> Tensor:
         """The tensor there."""
         same = self.offset == 0 and root.dtype == self.dtype and root.shape == self.size

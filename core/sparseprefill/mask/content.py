@@ -16,7 +16,6 @@ from sparseprefill.mask.geometry import Geometry
 
 VALUES = (bool, int, float, str, type(None), torch.dtype, torch.device)
 """Classes of what is told by its value."""
-PLAIN = frozenset(VALUES)
 TENSOR = "tensor"
 
 
@@ -26,25 +25,22 @@ def content(plan: Any, geometry: Geometry) -> tuple[Hashable, list[Tensor]] | No
     tensors = list[Tensor]()
 
     def told(x: Any) -> Hashable:
-        kind = type(x)
-        if kind in PLAIN or isinstance(x, VALUES):
-            return kind, x
         if isinstance(x, Tensor):
             tensors.append(x)
             return TENSOR
+        if isinstance(x, VALUES):
+            return type(x), x
         if x is geometry:
             return Geometry
-        if names := _names(kind):
-            return kind, tuple([told(getattr(x, name)) for name in names])
         if isinstance(x, list | tuple):
-            return kind, tuple(map(told, x))
+            return type(x), tuple(map(told, x))
         if isinstance(x, Mapping):
             return Mapping, tuple((name, told(value)) for name, value in x.items())
         if isinstance(x, MethodType):
             return x.__func__, told(x.__self__)
-        if has(kind):
-            return kind, ()
-        raise ParameterError(kind.__name__)
+        if has(type(x)):
+            return type(x), tuple(told(getattr(x, name)) for name in _names(type(x)))
+        raise ParameterError(type(x).__name__)
 
     try:
         return told(plan), tensors
@@ -53,8 +49,8 @@ def content(plan: Any, geometry: Geometry) -> tuple[Hashable, list[Tensor]] | No
 
 
 def _given(kind: Any) -> tuple[str, ...]:
-    """Names of all that an object of a class was made from; none of a class that is not attrs'."""
-    return tuple(one.name for one in fields(kind) if one.init) if has(kind) else ()
+    """Names of all that an object of a class was made from."""
+    return tuple(one.name for one in fields(kind) if one.init)
 
 
 _names: Callable[[Any], tuple[str, ...]] = cache(_given)

@@ -180,10 +180,11 @@ def figures(engine: Any, asked: Asked) -> list[dict[str, Any]]:
     def whole(prompt: Prompt) -> list[int]:
         return [next(fresh), *prompt.ids]
 
-    def behind(prompt: Prompt) -> float:
+    def behind(prompt: Prompt) -> tuple[float, int]:
         ids = whole(prompt)
         ask(ids[: -asked.turn], 1)
-        return ask(ids, 1)[0]
+        seconds, answer = ask(ids, 1)
+        return seconds, answer["meta_info"]["cached_tokens"]
 
     def pairs() -> tuple[list[dict[str, Any]], dict[str, str]]:
         reports = engine.get_server_info()["internal_states"][0].get("sparseprefill")
@@ -209,8 +210,8 @@ def figures(engine: Any, asked: Asked) -> list[dict[str, Any]]:
         found.append({
             "seconds": median(times),
             "times": times,
-            "turn": median(turns) if turns else None,
-            "turns": turns,
+            "turn": median(seconds for seconds, _ in turns) if turns else None,
+            "turns": turns,  # seconds, and tokens that the cache had
             "answers": answers,
             "said": said,
             "density": sum(density) / len(density) if density else None,
