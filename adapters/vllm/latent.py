@@ -46,7 +46,7 @@ CACHE = "the KV cache is {dtype}: a context is read from bf16, fp16 and fp32 alo
 STRANGE = "this vLLM makes its prefill backends elsewhere, so no batch would be known: use vLLM 0.32, or leave it out"
 Asking = tuple[Layer, Any, Tensor]
 """A layer, its attention and its cache."""
-SHORT = "min_query is {least}, but vLLM computes up to {most} tokens as decoding: pass more"
+RAISED = "min_query is {more} in place of {least}: vLLM computes up to {most} tokens of a request as decoding here"
 
 
 class SparsePrefill(Host):
@@ -151,15 +151,17 @@ class SparsePrefill(Host):
         building = getattr(builder, "build", None)
         if runtime is None or building is None or names is None:
             raise AttachError(f"{LATENT_FLAG}: {STRANGE}")
-        _announce(self)
+        _announce(self, int(getattr(builder, "reorder_batch_threshold", None) or 1))
         layers = len(served(runtime, self.vllm_config, MLAAttention, names))
 
         @functools.wraps(building)
         def build(common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+            self._step = self.parts = None  # vLLM prepares this for a step with prefills alone
             made = building(common_prefix_len, common_attn_metadata, fast_build)
             if not fast_build:  # that is a speculator's
                 parts = plan(runtime, common_attn_metadata, _nothing, layers)
-                self.parts = None if parts is None else self._of_prefills(parts, common_attn_metadata)
+                if parts is not None and self._step is not None:
+                    self.parts = self._of_prefills(parts, common_attn_metadata)
             return made
 
         builder.build = build
@@ -277,21 +279,30 @@ def _reason(layer: Any) -> str | None:
     return None
 
 
-def _announce(backend: Any) -> None:
-    """Say, or refuse, before the engine serves anything, what will not run sparse."""
+def _announce(backend: Any, decoded: int) -> None:
+    """Say, or refuse, before the engine serves anything, what will not run sparse. decoded: rows of a request that vLLM
+    computes as decoding, at most."""
     runtime, config = backend.runtime, backend.vllm_config
     runtime.names = Names.of_caller()
     if not runtime.surveyed:
         size = backend.qk_nope_head_dim + backend.qk_rope_head_dim
         heads = Heads(backend.num_heads, backend.num_heads, size, runtime.model.first_head, backend.v_head_dim)
-        device, least, most = torch.device(current_platform.device_type), runtime.options.min_query, 1 + drafted(config)
-        short = SHORT.format(least=least, most=most) if least <= most else None
+        device = torch.device(current_platform.device_type)
+        _leave_decoding(runtime, max(1 + drafted(config), decoded))
         ours = served(runtime, config, MLAAttention)
         layers = [layer_of(one) for _, one in ours]
-        reasons = [(one.index, short or reason_of(runtime, config, one, heads, device)) for one in layers]
+        reasons = [(one.index, reason_of(runtime, config, one, heads, device)) for one in layers]
         survey(runtime, config, reasons)
         watch(runtime, config, ours[0][0] if ours else "")
         runtime.inform()
+
+
+def _leave_decoding(runtime: Runtime, most: int) -> None:
+    """Run no request's rows sparse that vLLM computes as decoding, up to so many of each; the report notes it."""
+    least = runtime.options.min_query
+    if least <= most:
+        runtime.options = evolve(runtime.options, min_query=most + 1)
+        runtime.leave(RAISED.format(more=most + 1, least=least, most=most))
 
 
 def _nothing(common: Any) -> None:

@@ -1,6 +1,7 @@
 """Multi-head latent attention in the real engine: ``mla_prefill_backend`` CUSTOM, over vLLM's own.
 
-On a GPU vLLM has it in 16 bits alone: all jobs are then as roughly equal as the one of bfloat16 on a CPU.
+On a GPU vLLM has it in 16 bits alone: all jobs are then as roughly equal as the one of bfloat16 on a CPU. There vLLM's
+own choice for decoding also computes chunks of up to 512 tokens: one job leaves it, the others decode with Triton.
 """
 
 # ruff: noqa: SIM300 - asserts read expected == actual
@@ -16,6 +17,7 @@ from . import engine, models
 
 pytestmark = [engine.NEEDED, pytest.mark.slow]
 MIXED = [models.prompt(length, seed=length) for length in (700, 500, 260, 20)]
+LONG = [models.prompt(length, seed=length) for length in (1600, 700)]
 SHARED = [models.prompt(length, seed=length, shared=300) for length in (600, 500, 420)]
 FULL = {"method": "dense", "min_query": 32}
 STREAMING = {"method": "streaming", "parameters": {"sink": 32, "window": 64, "block": 32}, "min_query": 32, "tail": 0}
@@ -30,12 +32,14 @@ TOGETHER: dict[str, Any] = {
     "rounds": [MIXED],
     "options": {"max_num_batched_tokens": 256, "long_prefill_token_threshold": 100},
 }
+OWN = "vLLM's own decoding"
 JOBS: dict[str, dict[str, Any]] = {
     "whole": {"rounds": [MIXED], "sparse": FULL},
     "bfloat16": {"rounds": [MIXED], "options": {"dtype": "bfloat16"}, "sparse": FULL},
     "some dense": {"rounds": [MIXED], "asked": [["off", None, None, None]], "sparse": FULL},
     "pieces": {**PIECES, "sparse": FULL},
     "pieces, some dense": {**TOGETHER, "asked": [[None, "off", None, None]], "sparse": FULL},
+    OWN: {"rounds": [LONG, LONG], "options": {"max_num_batched_tokens": 1024}, "sparse": FULL},
 }
 """At a mask of every key."""
 SPARSE: dict[str, dict[str, Any]] = {
@@ -67,12 +71,14 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     folder = tmp_path_factory.mktemp("latent")
     model = str(models.save("deepseek", folder / "deepseek", initializer_range=0.1))
     given = {"model": model, "tokens": 4, "prompt_logprobs": 0, "latent": True}
-    dtype = {} if FLOATS else {"dtype": "bfloat16"}
 
-    def job(asked: dict[str, Any]) -> dict[str, Any]:
-        return {**asked, "options": {**dtype, **asked.get("options", {})}}
+    def job(asked: dict[str, Any], name: str = "") -> dict[str, Any]:
+        usual = {} if FLOATS else {"dtype": "bfloat16"}
+        if not FLOATS and name != OWN:
+            usual["attention_backend"] = "TRITON_MLA"
+        return {**asked, "options": {**usual, **asked.get("options", {})}}
 
-    ours = {name: {**given, **job(one)} for name, one in {**JOBS, **SPARSE}.items()}
+    ours = {name: {**given, **job(one, name)} for name, one in {**JOBS, **SPARSE}.items()}
     jobs = {**ours, **{f"stock: {name}": stock(ours[name]) for name in JOBS}}
     jobs |= {name: {"model": model, "rounds": [MIXED[-1:]], **job(one)} for name, one in OTHERS.items()}
     return dict(zip(jobs, engine.run(list(jobs.values()), folder), strict=True))
@@ -120,6 +126,13 @@ def test_chunks_ran_behind_a_context(answers: dict[str, Any]) -> None:
         layer = answers[name]["report"]["layers"][0]
         assert layer["query_length"] < layer["key_length"], name
         assert len(MIXED) < layer["sparse_calls"]
+
+
+def test_what_vllm_decodes_is_no_prefill(answers: dict[str, Any]) -> None:
+    """On a GPU its own choice decodes up to 512 tokens of a request: `min_query` is raised, and the report says so."""
+    notes = answers[OWN]["report"]["notes"]
+    raised = [note for note in notes if "tokens of a request as decoding here" in note]
+    assert len(raised) == (0 if FLOATS else 1), notes
 
 
 def test_a_request_asks_for_dense_attention(answers: dict[str, Any]) -> None:

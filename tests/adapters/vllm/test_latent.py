@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from sparseprefill.adapters.serving.layer import WINDOW, Layer
+from sparseprefill.adapters.serving.options import read_table
 from sparseprefill.adapters.vllm.plugin import CPU_PREFILL, CUDA_PREFILL
 
 from sparseprefill.errors import AttachError, UnsupportedCallError
@@ -101,6 +102,43 @@ def test_a_vllm_that_makes_them_elsewhere_is_refused(backend: Any) -> None:
     words = "--attention-config.mla_prefill_backend CUSTOM: this vLLM makes its prefill backends elsewhere"
     with pytest.raises(AttachError, match=re.escape(words)):
         backend.clone()
+
+
+def test_a_step_of_decoding_alone_has_no_parts(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM counts short chunks as decoding on GPUs, and prepares no prefill backend where all rows are: nothing of the
+    step before may be left."""
+    from sparseprefill.adapters.vllm import latent
+
+    class Builder:
+        def build(self, common_prefix_len: int, common: Any, fast_build: bool = False) -> Any:
+            if common.prefills:
+                made.prepare_metadata(SimpleNamespace(query_lens_cpu=[600]))
+            return "the host's"
+
+    monkeypatch.setattr(latent, "_announce", lambda *_: None)
+    monkeypatch.setattr(latent, "served", lambda *_: [])
+    monkeypatch.setattr(latent.SparseCPUPrefill.host, "prepare_metadata", lambda *_: None)
+    part = SimpleNamespace(first=0, last=1, begin=0, end=600)
+    monkeypatch.setattr(latent, "plan", lambda *_: [part])
+    made, builder = backend, Builder()
+    made._join({"self": builder, "layer_names": ["model.layers.0.self_attn.attn"]})
+    step = {"num_reqs": 1, "query_start_loc_cpu": [0, 600]}
+    for prefills in (True, False, True):
+        assert "the host's" == builder.build(0, SimpleNamespace(prefills=prefills, **step))
+        assert ([part] if prefills else None) == made.parts
+        assert prefills is (made._step is not None)
+
+
+def test_rows_that_vllm_decodes_are_left_to_it() -> None:
+    from sparseprefill.adapters.vllm import latent
+
+    noted: list[str] = []
+    runtime: Any = SimpleNamespace(options=read_table({"method": "dense"}), leave=noted.append)
+    latent._leave_decoding(runtime, 1)
+    assert (128, []) == (runtime.options.min_query, noted)
+    latent._leave_decoding(runtime, 512)
+    assert 513 == runtime.options.min_query
+    assert noted == ["min_query is 513 in place of 128: vLLM computes up to 512 tokens of a request as decoding here"]
 
 
 def test_outputs_are_ours(backend: Any) -> None:
