@@ -10,7 +10,8 @@ from __future__ import annotations
 import http.client
 import json
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Annotated, Any
 
@@ -39,18 +40,21 @@ class Machine:
 
     url: str
 
-    def ask(self, path: str, body: Mapping[str, Any] | None = None) -> http.client.HTTPResponse:
-        """Its answer, which the caller reads; ConnectionError where there is none."""
+    @contextmanager
+    def ask(self, path: str, body: Mapping[str, Any] | None = None) -> Iterator[http.client.HTTPResponse]:
+        """Its answer, to be read in the block; ConnectionError where there is none."""
         parts = urllib.parse.urlsplit(self.url)
-        connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=600)
-        try:
-            if body is None:
-                connection.request("GET", path)
-            else:
-                connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
-            return connection.getresponse()
-        except (OSError, http.client.HTTPException) as error:
-            raise ConnectionError(f"no server answers at {self.url} ({error})") from error
+        with closing(http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=600)) as connection:
+            try:
+                if body is None:
+                    connection.request("GET", path)
+                else:
+                    connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+                answer = connection.getresponse()
+            except (OSError, http.client.HTTPException) as error:
+                raise ConnectionError(f"no server answers at {self.url} ({error})") from error
+            with answer:
+                yield answer
 
 
 @frozen
@@ -60,16 +64,19 @@ class Pair:
     prefill: Machine
     decode: Machine
 
-    def complete(self, body: Mapping[str, Any]) -> http.client.HTTPResponse:
+    @contextmanager
+    def complete(self, body: Mapping[str, Any]) -> Iterator[http.client.HTTPResponse]:
         """The decode server's answer, or the prefill server's where it refuses."""
         alone = {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
-        read = self.prefill.ask(COMPLETIONS, {**alone, "max_tokens": 1, "kv_transfer_params": ASKED})
-        if read.status != 200:
-            return read
-        where = json.loads(read.read()).get("kv_transfer_params")
+        with self.prefill.ask(COMPLETIONS, {**alone, "max_tokens": 1, "kv_transfer_params": ASKED}) as read:
+            if read.status != 200:
+                yield read
+                return
+            where = json.loads(read.read()).get("kv_transfer_params")
         if not where:
             raise ConnectionError(f"{self.prefill.url} hands no keys over: start it with --kv-transfer-config")
-        return self.decode.ask(COMPLETIONS, {**body, "kv_transfer_params": where})
+        with self.decode.ask(COMPLETIONS, {**body, "kv_transfer_params": where}) as answer:
+            yield answer
 
 
 def door(pair: Pair, port: int) -> ThreadingHTTPServer:
@@ -77,25 +84,26 @@ def door(pair: Pair, port: int) -> ThreadingHTTPServer:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self._hand(lambda: (pair.prefill if self.path == "/metrics" else pair.decode).ask(self.path))
+            self._hand((pair.prefill if self.path == "/metrics" else pair.decode).ask(self.path))
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))))
-            self._hand(lambda: pair.complete(body))
+            self._hand(pair.complete(body))
 
-        def _hand(self, ask: Any) -> None:
+        def _hand(self, asked: AbstractContextManager[http.client.HTTPResponse]) -> None:
             """Each piece goes on as it comes."""
-            try:
-                answer: http.client.HTTPResponse = ask()
-            except ConnectionError as error:
-                self.send_error(502, str(error))
-                return
-            self.send_response(answer.status)
-            self.send_header("Content-Type", answer.headers.get("Content-Type", "application/json"))
-            self.end_headers()
-            while piece := answer.read1(1 << 16):
-                self.wfile.write(piece)
-                self.wfile.flush()
+            with ExitStack() as stack:
+                try:
+                    answer = stack.enter_context(asked)
+                except ConnectionError as error:
+                    self.send_error(502, str(error))
+                    return
+                self.send_response(answer.status)
+                self.send_header("Content-Type", answer.headers.get("Content-Type", "application/json"))
+                self.end_headers()
+                while piece := answer.read1(1 << 16):
+                    self.wfile.write(piece)
+                    self.wfile.flush()
 
         def log_message(self, *_: Any) -> None:
             """Nothing is printed."""

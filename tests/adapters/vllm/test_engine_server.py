@@ -7,12 +7,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
-import subprocess
-import sys
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +20,7 @@ import sparseprefill as sp
 from ..test_cli import invoke
 from . import engine, models
 from .engine import PATIENCE
+from .server import Server, started
 
 pytestmark = [engine.NEEDED, pytest.mark.slow]
 SPARSE = {
@@ -42,68 +39,20 @@ SPARSE = {
 TEMPLATE = "{% for one in messages %}{{ one.content }}{% endfor %}"
 
 
-class Server:
-    """A running server."""
-
-    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-        self.process, self.log, self.url = process, log, f"http://127.0.0.1:{port}"
-
-    def text(self, path: str, body: dict[str, Any] | None = None) -> str:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
-            return str(answer.read().decode())
-
-    def wait(self) -> None:
-        end = time.monotonic() + PATIENCE
-        while time.monotonic() < end:
-            assert self.process.poll() is None, self.log.read_text()[-4000:]
-            try:
-                self.text("/health")
-            except (urllib.error.URLError, ConnectionError):
-                time.sleep(0.5)
-            else:
-                return
-        pytest.fail(f"not ready after {PATIENCE} s: {self.log.read_text()[-4000:]}")
-
-    def says(self, pattern: str) -> None:
-        """Wait until the log holds it: lines of a second come when the machine has time for them."""
-        end = time.monotonic() + PATIENCE
-        while not re.search(pattern, self.log.read_text()):
-            assert time.monotonic() < end, self.log.read_text()[-4000:]
-            time.sleep(0.2)
-
-
 @pytest.fixture
 def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
     """In the environment that a test asks for; by default one in which it can be asked everything."""
-    model = models.save("llama", tmp_path / "llama")
     (tmp_path / "metrics").mkdir()
     more = {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path / "metrics"), "VLLM_PLUGINS": "sparseprefill"}
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [
-        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
-        *("--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"),
-        *("--max-model-len", "2048", "--enforce-eager", "--attention-backend", "CUSTOM"),
-        *("--kv-cache-memory-bytes", str(64 << 20)),
-        *("--additional-config", json.dumps({"sparseprefill": SPARSE})),
+    model = models.save("llama", tmp_path / "llama")
+    flags = (
+        *("--attention-backend", "CUSTOM", "--additional-config", json.dumps({"sparseprefill": SPARSE})),
         *("--worker-extension-cls", "sparseprefill.adapters.vllm.worker.ReportExtension"),
         "--trust-request-chat-template",
-    ]
-    variables = engine.environment(**getattr(request, "param", more))
-    log = tmp_path / "log.txt"
-    with log.open("wb") as out:
-        process = subprocess.Popen(command, cwd=tmp_path, env=variables, stdout=out, stderr=subprocess.STDOUT)
-    try:
-        started = Server(process, port, log)
-        started.wait()
-        yield started
-    finally:
-        if process.poll() is None:
-            process.terminate()  # it ends its children, which a kill would leave behind
-            process.wait(PATIENCE)
+    )
+    with started(model, tmp_path / "log.txt", *flags, **getattr(request, "param", more)) as made:
+        made.wait()
+        yield made
 
 
 def test_a_completion_with_the_plugin_on(server: Server) -> None:
