@@ -105,7 +105,7 @@ def door(pair: Pair, port: int) -> ThreadingHTTPServer:
                     self.wfile.write(piece)
                     self.wfile.flush()
 
-        def log_message(self, *_: Any) -> None:
+        def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class calls it so
             """Nothing is printed."""
 
     return ThreadingHTTPServer(("127.0.0.1", port), Handler)
