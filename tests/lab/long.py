@@ -193,17 +193,20 @@ def long(
         source = Source.of(model, place)
         given = list(tasks(source.tokenizer, tokens, behind * turns, prompts, seed))
         reader = Reader(source.load())
+        about = {"model": model or "embedded", "tokens": tokens, "greedy": greedy, "behind": behind, "seed": seed}
         for task in given:
             for one in (None, *contenders):
                 found += read(reader, one, task, turns, behind, greedy, source.tokenizer)
+            if str(json) != "-":  # after each prompt: a run of hours may end before the last
+                write_figures(json, facts.about(place.device, **about, rows=[*map(asdict, found)]))
     typer.echo(f"| prefill | turn | pairs | {' | '.join(COLUMNS)} |\n|---|---:|---:|{'---:|' * len(COLUMNS)}")
     for label in dict.fromkeys(one.method for one in found):
         for turn in range(turns):
             mine = [one for one in found if (one.method, one.turn) == (label, turn)]
             cells = " | ".join(_mean([getattr(one, name) for one in mine]) for name in COLUMNS)
             typer.echo(f"| {label} | {turn} | {fmean(one.density for one in mine):.1%} | {cells} |")
-    about = {"model": model or "embedded", "tokens": tokens, "greedy": greedy, "behind": behind, "seed": seed}
-    write_figures(json, facts.about(place.device, **about, rows=[*map(asdict, found)]))
+    if str(json) == "-":
+        write_figures(json, facts.about(place.device, **about, rows=[*map(asdict, found)]))
 
 
 def _mean(numbers: Sequence[float]) -> str:

@@ -88,6 +88,7 @@ def main(
     usual = {"model_path": str(folder), "device": device, "dtype": dtype, **steps}
     found: list[dict[str, Any]] = []
     stock: dict[int, dict[str, Any]] = {}
+    text = ""
     if not files.alone:
         names = ("attention", "tokens", "first token", f"over {own}", "turn", f"over {own}", "pairs", "copies", "facts")
         typer.echo(f"| {' | '.join((*names, 'same tokens', 'dense calls'))} |")
@@ -108,11 +109,11 @@ def main(
             found.append({name: value for name, value in shown.items() if name != "said"})
             if not files.alone:
                 typer.echo(line(shown, own_row))
-    text = json.dumps({"model": folder.name, "chunk": chunk, "turn": turn, "rows": found}, indent=1)
+        text = json.dumps({"model": folder.name, "chunk": chunk, "turn": turn, "rows": found}, indent=1)
+        if files.json is not None and not files.alone:  # after each engine: the next may never end
+            files.json.write_text(text)
     if files.alone:
         typer.echo(text)
-    elif files.json is not None:
-        files.json.write_text(text)
     if any("error" in row for row in found):
         raise typer.Exit(1)
 
