@@ -127,7 +127,8 @@ def test_other_families(answers: Answers, family: str) -> None:
 @pytest.mark.parametrize("kind", FOUR_BITS)
 def test_weights_in_4_bits(answers: Answers, kind: str) -> None:
     stock, ours = answers[kind]
-    possible(stock)
+    for one in FOUR_BITS:  # behind an engine that failed, the next may not start in that process
+        possible(answers[one][0])
     pairs = zip(stock["rounds"][0], ours["rounds"][0], strict=True)
     assert not any(differ(one, other) for one, other in pairs)
     assert engine.tokens(stock) != engine.tokens(answers["mixed lengths"][0])  # the weights are rounded
