@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
+from typing import Any
 
 import pytest
 from sparseprefill.adapters.replay.client import Server, ServerError
@@ -31,18 +32,23 @@ def serving(fake: Fake) -> Iterator[Fake]:
         fake.http.server_close()
 
 
+def saying(status: int, answer: dict[str, Any]) -> Callable[[int, BaseHTTPRequestHandler], bool]:
+    """What a server does that answers every completion so."""
+
+    def say(number: int, handler: BaseHTTPRequestHandler) -> bool:
+        handler.send_response(status)
+        handler.end_headers()
+        handler.wfile.write(json.dumps(answer).encode())
+        return True
+
+    return say
+
+
 @pytest.fixture
 def pair() -> Iterator[tuple[Fake, Fake, str]]:
     """A server that reads, one that answers, and the address in front of them."""
-
-    def hands_over(number: int, handler: BaseHTTPRequestHandler) -> bool:
-        handler.send_response(200)
-        handler.end_headers()
-        handler.wfile.write(json.dumps({"choices": [{"text": " x"}], "kv_transfer_params": WHERE}).encode())
-        return True
-
     with serving(Fake()) as prefill, serving(Fake()) as decode:
-        prefill.wrong = hands_over
+        prefill.wrong = saying(200, {"choices": [{"text": " x"}], "kv_transfer_params": WHERE})
         with door(Pair(Machine(prefill.url), Machine(decode.url)), 0) as served:
             threading.Thread(target=served.serve_forever, daemon=True).start()
             yield prefill, decode, f"http://127.0.0.1:{served.server_port}"
@@ -61,31 +67,16 @@ def test_one_reads_and_the_other_answers(pair: tuple[Fake, Fake, str]) -> None:
     assert read["vllm_xargs"] == answered["vllm_xargs"] == {"sparseprefill": "off"}
 
 
-def test_a_server_that_hands_nothing_over_is_named(pair: tuple[Fake, Fake, str]) -> None:
+@pytest.mark.parametrize(
+    ("status", "answer", "said"),
+    [(200, {"choices": [{"text": " x"}]}, "502"), (400, {"error": "too long"}, "400: too long")],
+    ids=["hands nothing over", "refuses"],
+)
+def test_what_the_first_server_lacks_comes_back(
+    pair: tuple[Fake, Fake, str], status: int, answer: dict[str, Any], said: str
+) -> None:
     prefill, decode, url = pair
-
-    def keeps(number: int, handler: BaseHTTPRequestHandler) -> bool:
-        handler.send_response(200)
-        handler.end_headers()
-        handler.wfile.write(b'{"choices": [{"text": " x"}]}')
-        return True
-
-    prefill.wrong = keeps
-    with pytest.raises(ServerError, match="502"):
-        Server(url, model="copier").complete(PROMPT, 2)
-    assert not decode.bodies
-
-
-def test_what_the_first_refuses_comes_back(pair: tuple[Fake, Fake, str]) -> None:
-    prefill, decode, url = pair
-
-    def refuses(number: int, handler: BaseHTTPRequestHandler) -> bool:
-        handler.send_response(400)
-        handler.end_headers()
-        handler.wfile.write(b'{"error": "too long"}')
-        return True
-
-    prefill.wrong = refuses
-    with pytest.raises(ServerError, match="400: too long"):
+    prefill.wrong = saying(status, answer)
+    with pytest.raises(ServerError, match=said):
         Server(url, model="copier").complete(PROMPT, 2)
     assert not decode.bodies
