@@ -16,7 +16,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
 from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
@@ -391,8 +391,12 @@ def _check_chains(tokenizer: str, length: int) -> None:
     encode, answer = get_tokenizer(tokenizer), 30
 
     def longest(noises: int, example: bool) -> int:
-        texts = (vt_utils.generate_input_output(noises, 1, 4, is_icl=example) for _ in range(200))
-        return max(len(encode(f"{text} {chain}").input_ids) for text, chain in texts)
+        lengths: list[int] = []
+        while len(lengths) < 200:
+            with suppress(IndexError):  # it draws names of variables, and fails where two are the same
+                text, chain = vt_utils.generate_input_output(noises, 1, 4, is_icl=example)
+                lengths.append(len(encode(f"{text} {chain}").input_ids))
+        return max(lengths)
 
     if longest(5, True) + answer > CHAINS_EXAMPLE:
         raise ParameterError(

@@ -17,7 +17,7 @@ from torch import Tensor
 from sparseprefill.pages import Pages
 
 from .pages import pages_of
-from .runtime import NAME
+from .runtime import LATENT_FLAG, NAME
 from .shared import SparseBackend, SparseImpl
 
 
@@ -38,6 +38,12 @@ class PagedBackend(SparseBackend):
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
         """Batches are cut by the host's copy of the query lengths."""
         return False
+
+    @classmethod
+    def validate_configuration(cls, *args: Any, **config: Any) -> list[str]:
+        """The host's reasons why a model cannot have it; for latent attention also the flag that can."""
+        reasons: list[str] = super().validate_configuration(*args, **config)
+        return [*reasons, f"for this model it is {LATENT_FLAG}"] if config.get("use_mla") else reasons
 
 
 class PagedImpl(SparseImpl):

@@ -275,6 +275,26 @@ def test_chains_longer_than_the_text_are_refused(
         next(harness.evaluate(random_model, embedded_tokenizer, ["ruler_vt"], [1024], [STREAMING], limit=1))
 
 
+def test_names_that_are_drawn_twice_do_not_stop_a_task(
+    random_model: Any, embedded_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RULER draws five names of three letters for a text, and fails where two are the same, in one of 1,800."""
+    from lm_eval.tasks.ruler import vt_utils
+
+    drawn, generate = [0], vt_utils.generate_input_output
+
+    def often(*args: Any, **named: Any) -> Any:
+        drawn[0] += 1
+        if 1 < drawn[0] < 400 and drawn[0] % 3 == 0:
+            raise IndexError("list index out of range")
+        return generate(*args, **named)
+
+    monkeypatch.setattr(vt_utils, "generate_input_output", often)
+    (run,) = harness.evaluate(random_model, embedded_tokenizer, ["ruler_vt"], [LENGTH], limit=1)
+    assert not run.error
+    assert drawn[0] > 400
+
+
 def test_a_task_that_needs_a_network(random_model: Any, embedded_tokenizer: Any, network: list[Any]) -> None:
     with pytest.raises(ParameterError) as caught:
         next(harness.evaluate(random_model, embedded_tokenizer, ["niah_single_2"], [2048], limit=1))

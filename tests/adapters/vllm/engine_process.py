@@ -28,6 +28,7 @@ DEFAULTS: dict[str, Any] = {
     "max_num_batched_tokens": 2048,
     "max_num_seqs": 8,
     "kv_cache_memory_bytes": 64 << 20,
+    "gpu_memory_utilization": 0.3,  # asked for at the start alone: others may use the GPU
     "seed": 0,
     "disable_log_stats": False,
     "enable_prefix_caching": False,

@@ -23,7 +23,6 @@ COMMON = {
     "max_num_batched_tokens": 1024,
     "kv_cache_memory_bytes": 256 << 20,
     "block_size": 16,
-    "gpu_memory_utilization": 0.3,  # asked for at the start alone: others may use the GPUs
 }
 TWO = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "disable_custom_all_reduce": True}
 FULL = {"method": "dense", "min_query": 32}

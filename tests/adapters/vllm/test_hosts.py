@@ -76,3 +76,16 @@ def test_both_are_vllms_own_but_for_what_runs_sparse() -> None:
         assert not builder.supports_update_block_table
         assert ours.get_name() == "CUSTOM"
         assert not ours.supports_batch_invariance()
+
+
+def test_for_latent_attention_the_flag_is_named() -> None:
+    """vLLM gives a backend's reasons where it refuses it, and ours cannot have MLA models."""
+    from sparseprefill.adapters.vllm.triton import SparseTritonBackend
+    from vllm.platforms.interface import DeviceCapability
+
+    sizes = {"head_size": 128, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": 16}
+    config = {**sizes, "has_sink": False, "use_sparse": False, "use_mm_prefix": False, "attn_type": "decoder"}
+    asked = {**config, "use_per_head_quant_scales": False, "device_capability": DeviceCapability(9, 0)}
+    assert SparseTritonBackend.validate_configuration(**asked, use_mla=False) == []
+    reasons = SparseTritonBackend.validate_configuration(**asked, use_mla=True)
+    assert "for this model it is --attention-config.mla_prefill_backend CUSTOM" in reasons

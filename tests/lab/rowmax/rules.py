@@ -292,7 +292,7 @@ def rules(layers: int) -> list[Candidate]:
             ("radius", built(lambda x: Radius(x.config, x.value)), radii, {"times": times})
             for radii, times in ((0.0, 1.0), (0.0, 0.3), (0.1, 2.0), (0.2, 3.0), (0.2, 6.0), (0.3, 6.0))
         ],
-        ("mixed", mixed, 6.0, {"times": 3.0}),
+        *[("mixed", mixed, exact, {"times": times}) for exact, times in ((6.0, 3.0), (6.0, 2.0), (12.0, 3.0))],
     ]
     return [
         Candidate(
