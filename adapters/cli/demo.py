@@ -33,7 +33,7 @@ LENGTHS = (1024, 2048, 4096, 8192)
 EVERY = 8
 """Of so many rows of that text one is compared with dense attention's: a large vocabulary makes them dear."""
 PREFILLS, STEPS, STEP = 2, 60, 8
-"""Costs of a reading: prefills, one of them of the stock model beside it; and steps of so many tokens, for answers."""
+"""Costs of a reading, at most: prefills, with one of the stock model beside; steps of so many tokens, for answers."""
 
 
 def demo(

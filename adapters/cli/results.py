@@ -146,7 +146,7 @@ def table_of(rows: Sequence[Summary], sizes: Sizes, title: str = "") -> Table:
     parts = [COPIED] if stock.copies.asked else []
     parts += [f"{ANSWERS} "] if stock.answers[1] else []
     parts += [ROUNDING] if any(one.contender.name == DENSE for one in rows[1:]) else []
-    when = "right behind it" if sizes.beside else "in this run"
+    when = "right before or behind it" if sizes.beside else "in this run"
     notes = "".join([*parts, NOTES]).format(
         **{**asdict(sizes), "apart": APART, "when": when, **_looked_at(rows, sizes)}
     )

@@ -13,8 +13,9 @@ from attrs import evolve, frozen
 
 from sparseprefill.profiles.table import Progress
 
+from ..evaluation.comparison import Ask, Decoding
 from ..evaluation.prompts import Prompt, spans_of
-from ..evaluation.reading import threads
+from ..evaluation.reading import Answers, threads
 from ..session.defaults import MIN_QUERY
 from . import formats
 from .formats import ADJECTIVES, NOUNS, Key
@@ -94,14 +95,14 @@ def take(exam: Exam, answer: Callable[[str, str], str]) -> dict[str, tuple[int, 
     return {task.family: score(task, [answer(one.text, one.answer) for one in task.questions]) for task in exam.tasks}
 
 
-def asker(model: Any, tokenizer: Any, exam: Exam) -> Callable[[Any, Progress], Mapping[str, tuple[int, int]]]:
-    """Asks the exam's questions of the context that a cache holds: ``ask(cache, progress)``; answers by family.
+def asker(model: Any, tokenizer: Any, exam: Exam) -> Ask:
+    """Asks the exam's questions of the context that a cache holds: ``ask(cache, progress, decoding)``; see `Ask`.
 
     Each question is one more chunk of the prompt, read by whatever reads the model's prefill, so that what it needs of
     the text must pass the method's mask. The cache is left as it was.
     """
 
-    def ask(cache: Any, progress: Progress) -> Mapping[str, tuple[int, int]]:
+    def ask(cache: Any, progress: Progress, decoding: Decoding) -> Answers:
         done = 0
 
         def answer(question: str, expected: str) -> str:
@@ -109,7 +110,7 @@ def asker(model: Any, tokenizer: Any, exam: Exam) -> Callable[[Any, Progress], M
             progress("questions", done, exam.questions)
             done += 1
             prompt, draft = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (question, expected))
-            found: str = tokenizer.decode(greedy(model, cache, prompt, draft))
+            found: str = tokenizer.decode(greedy(model, cache, prompt, draft, decoding))
             return found
 
         # Decoding on a CPU is many small operations, where more threads cost more than they bring.
@@ -121,39 +122,43 @@ def asker(model: Any, tokenizer: Any, exam: Exam) -> Callable[[Any, Progress], M
     return ask
 
 
-def greedy(model: Any, cache: Any, prompt: list[int], draft: list[int]) -> list[int]:
+def greedy(model: Any, cache: Any, prompt: list[int], draft: list[int], decoding: Decoding | None = None) -> list[int]:
     """Decode as many tokens as `draft` has, greedily, after the cache and `prompt`; the cache is left as it was. See
     `answered`."""
     if _forgets(cache):
-        return answered(model, deepcopy(cache), prompt, draft)
+        return answered(model, deepcopy(cache), prompt, draft, decoding)
     length = cache.get_seq_length()
-    found = answered(model, cache, prompt, draft)
+    found = answered(model, cache, prompt, draft, decoding)
     _drop(cache, cache.get_seq_length() - length)
     return found
 
 
 @torch.inference_mode()
-def answered(model: Any, cache: Any, prompt: list[int], draft: list[int]) -> list[int]:
+def answered(
+    model: Any, cache: Any, prompt: list[int], draft: list[int], decoding: Decoding | None = None
+) -> list[int]:
     """Decode as many tokens as `draft` has, greedily, after the cache and `prompt`. The cache then holds these, too,
     but for the last of them, as after any decoding.
 
     The prompt is one forward pass, as a chunk of prefill is. The draft saves time and changes nothing: a forward pass
     over a part of it gives the model's own choice at each place, choices are taken as long as they agree with it, and
-    where one departs decoding goes on from that choice. These steps are short, so that an adapter takes them for
-    decoding.
+    where one departs decoding goes on from that choice. An adapter takes these steps for decoding: in a block
+    of `decoding` whatever their length, and without it since they are short.
     """
     found: list[int] = []
     forgets = _forgets(cache)
     if forgets:
         cache.activate_past_recording()
+    most = SHORT if decoding is None else len(draft)
     pending, step = prompt, 1
     while len(found) < len(draft):
         ahead = draft[len(found) :][:step]
         ids = torch.tensor([[*pending, *ahead[:-1]]], dtype=torch.int64, device=model.device)
-        chosen = model(ids, past_key_values=cache, logits_to_keep=len(ahead)).logits[0].argmax(-1).tolist()
+        with decoding() if decoding is not None and found else nullcontext():
+            chosen = model(ids, past_key_values=cache, logits_to_keep=len(ahead)).logits[0].argmax(-1).tolist()
         departed = next((i for i, (a, b) in enumerate(zip(chosen, ahead, strict=True)) if a != b), None)
         taken = len(ahead) if departed is None else departed + 1
-        step = SHORT if departed is None else 2
+        step = most if departed is None else 2
         if forgets:
             cache.crop(taken - len(ahead))  # of none, too: until then a window is not cut to its size
         else:

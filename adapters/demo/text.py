@@ -16,7 +16,7 @@ from typing import Any
 
 from attrs import field, frozen
 
-from ..evaluation.texts import definitions, sources
+from ..evaluation.texts import definitions, sources, uncollected
 
 _SHORTEST, _LONGEST = 16, 120
 _STEP = 256
@@ -31,7 +31,8 @@ def text_lines() -> tuple[str, ...]:
     from pydoc_data.topics import topics
 
     docstrings = (ast.get_docstring(node) for path in sources() for node in definitions(path))
-    texts = dict.fromkeys([*(topics[key] for key in sorted(topics)), *docstrings])
+    with uncollected():  # of the syntax trees of a whole library: it would take more than half of the time
+        texts = dict.fromkeys([*(topics[key] for key in sorted(topics)), *docstrings])
     return tuple(line for text in texts for line in _clean(text or ""))
 
 

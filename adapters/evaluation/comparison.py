@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -32,8 +32,12 @@ from .outcome import Contender, Fidelity, Layer, Outcome, Sketch, compare
 from .prompts import Prompt
 from .reading import Answers, Reader, Rows, Sizes, copied, inside_rows, right_inside
 
-Ask = Callable[[Any, Progress], Answers]
-"""Asks about the prompt that a cache holds, and leaves the cache as it was: ``ask(cache, progress)``."""
+WARM = 64
+"""Tokens of a prefill in front of the first, which takes then what later ones take."""
+Decoding = Callable[[], AbstractContextManager[Any]]
+"""Gives a block in which forwards are decoding, as `Handle.decoding` does."""
+Ask = Callable[[Any, Progress, Decoding], Answers]
+"""Asks about the prompt that a cache holds, and leaves the cache as it was: ``ask(cache, progress, decoding)``."""
 
 
 def _silent(what: str, done: int, of: int) -> None:
@@ -122,10 +126,12 @@ class Comparison:
         sizes, reader = sizes or Sizes(), Reader(model)
         ids, text = _cut(prompt, sizes, reader)
         with counted(model, lambda done, of: progress("dense", done, of)):
+            if sizes.beside and reader.on_cpu:
+                reader.once(WARM)
             began = time.perf_counter()
             rows, cache = reader.prefill(ids)
             seconds = time.perf_counter() - began
-            answers = {} if ask is None else ask(cache, progress)
+            answers = {} if ask is None else ask(cache, progress, nullcontext)
             tail = reader.follow(cache, text)
             continuation, greedy = reader.decode(cache, tail[-1], sizes.greedy)
             del cache
@@ -153,17 +159,20 @@ class Comparison:
         seconds = min(self.stock.seconds, self.reader.timed(ids)[0])
         return evolve(self, stock=evolve(self.stock, seconds=seconds))
 
-    def run(self, contender: Contender, progress: Progress = _silent) -> Outcome:
-        """Prefill, compare, ask. An error of the library, or lack of memory, ends the contender alone."""
+    def run(self, contender: Contender, progress: Progress = _silent, before: float | None = None) -> Outcome:
+        """Prefill, compare, ask. An error of the library, or lack of memory, ends the contender alone.
+
+        before: seconds of a stock prefill just now, which then stands beside this one; None to time one right behind.
+        """
         if contender.pipeline is None:
             return self.stock
         try:
-            return self._run(contender, progress)
+            return self._run(contender, progress, before)
         except (SparsePrefillError, torch.OutOfMemoryError) as error:
             return Outcome(contender, self.prompt.name, error=str(error).splitlines()[0])
 
     @torch.inference_mode()
-    def _run(self, contender: Contender, progress: Progress) -> Outcome:
+    def _run(self, contender: Contender, progress: Progress, before: float | None) -> Outcome:
         reader, sizes = self.reader, self.sizes
         ids, tail = _cut(self.prompt, sizes, reader)
         watch = LayerWatch(sizes.rows, sizes.last, self.pictured, sizes.lowest)
@@ -187,7 +196,7 @@ class Comparison:
             watching = False
             watch.sketch()
             report = handle.report()
-            answers = {} if self.ask is None else self.ask(cache, progress)
+            answers = {} if self.ask is None else self.ask(cache, progress, handle.decoding)
         progress("fidelity", 0, 1)
         answered, again = right_inside(self.prompt, rows), copied(self.prompt, rows, self.stock.copies)
         fidelity = self._fidelity(rows, cache, tail)
@@ -195,7 +204,9 @@ class Comparison:
         with attached(verify=False):  # it was verified just now
             progress("clock", 0, 1)
             seconds, peak = reader.clock(ids, sizes, seconds)
-        beside = reader.timed(ids)[0] if sizes.beside else None
+        beside = None
+        if sizes.beside:
+            beside = reader.timed(ids)[0] if before is None else before
         return Outcome(
             contender,
             self.prompt.name,
@@ -256,9 +267,11 @@ def outcomes(
             kept = None if index else pictured
             one = Comparison.of(model, prompt, sizes, pictured=kept, ask=ask, progress=progress)
         yield one.stock
+        before = one.stock.seconds if len(contenders) > 1 else None  # of two, which show whether they are steady
         for contender in contenders:
             with listener.contender(f"{contender.label}{where}") as progress:
-                outcome = one.run(contender, progress)
+                outcome = one.run(contender, progress, before)
+            before = outcome.beside if before is None else None  # one stock prefill serves those right around it
             yield outcome
 
 

@@ -273,7 +273,7 @@ class Outcome:
     restated in it, None where there are none. answers: values right and asked behind the
     prompt, by family of task, where tasks were asked. mask: of the one head that was asked for, None
     where its layer ran dense. error: what stopped the contender; the other figures are then empty. beside: seconds of a
-    prefill of the stock model right behind this one's; None where it was not timed again.
+    prefill of the stock model right before or behind this one's; None where none was timed there.
     """
 
     contender: Contender
@@ -362,7 +362,7 @@ class Summary:
         return made
 
     def speed_up(self, stock: Summary) -> float | None:
-        """Stock's prefill time, right behind this one's where it was timed there, over this one's; None where this one
+        """Stock's prefill time, right beside this one's where it was timed there, over this one's; None where this one
         read fewer prompts."""
         beside = [one.beside for one in self.each if one.beside is not None]
         dense = sum(beside) if self.each and len(beside) == len(self.each) else stock.seconds

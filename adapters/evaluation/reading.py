@@ -81,9 +81,9 @@ class Sizes:
 
     last: last rows of the prefill. tail: text held back from the prompt's end. greedy: tokens of dense's own
     continuation. rows: sampled for the recall. repeats: prefills that are timed; the median counts. every: of so many
-    rows inside the prompt one is compared; 1 for all. beside: whether the stock model is timed again behind each
-    contender, so that other work on the machine slows both alike. lowest: layers of which the mask of the head that
-    keeps least is kept, where masks are pictured.
+    rows inside the prompt one is compared; 1 for all. beside: whether each contender is held against a
+    prefill of the stock model right before or behind its own, so that other work on the machine slows both alike.
+    lowest: layers of which the mask of the head that keeps least is kept, where masks are pictured.
     """
 
     last: int = field(default=32, validator=whole(1))

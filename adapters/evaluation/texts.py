@@ -12,12 +12,14 @@ standard library, as a tool of an agent would list them.
 from __future__ import annotations
 
 import ast
+import gc
 import json
 import os
 import random
 import sysconfig
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -205,6 +207,18 @@ def sources() -> tuple[Path, ...]:
         folders[:] = [name for name in folders if name not in _LEFT_OUT]
         paths += [Path(folder, name) for name in files if name.endswith(".py")]
     return tuple(sorted(paths))
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Runs the block without the collector of cycles, which visits all objects again and again while many are made."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
 
 
 def definitions(path: Path) -> Iterator[Any]:

@@ -418,6 +418,22 @@ def test_outcomes_come_one_by_one(model: LlamaForCausalLM) -> None:
     assert [one.tokens for one in found] == [144] * 3 + [184] * 3
 
 
+@pytest.mark.parametrize(
+    ("contenders", "beside"), [(1, [None, 2.0]), (2, [None, 1.0, 2.0]), (4, [None, 1.0, 2.0, 2.0, 3.0])]
+)
+def test_one_stock_prefill_stands_beside_those_right_around_it(
+    model: LlamaForCausalLM, contenders: int, beside: list[float | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = iter([2.0, 3.0])
+    monkeypatch.setattr(Reader, "clock", lambda self, ids, sizes, seconds: (1.0, None))
+    monkeypatch.setattr(Reader, "timed", lambda self, ids: (next(seconds), None))
+    monkeypatch.setattr(Reader, "once", lambda self, tokens: 0.0)
+    sizes = evolve(SIZES, beside=True)
+    assert beside == [
+        one.beside for one in outcomes(model, [prompt_of(150)], [streaming()] * contenders, sizes, Heard())
+    ]
+
+
 def test_a_summary_is_over_all_prompts(model: LlamaForCausalLM) -> None:
     found = list(outcomes(model, [prompt_of(550, 5), prompt_of(590, 6)], [streaming()], SIZES, Heard()))
     stock, sparse = summaries(found, SIZES.greedy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from itertools import pairwise
 from typing import Any
 
@@ -20,12 +21,28 @@ from sparseprefill.adapters.evaluation.texts import (
     SHORTEST,
     built_in,
     share_of,
+    uncollected,
     with_copies,
 )
 
 from sparseprefill.errors import ParameterError
 
 COUNT = len(KINDS)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_the_collector_is_left_as_it_was(before: bool) -> None:
+    on = gc.isenabled()
+    try:
+        (gc.enable if before else gc.disable)()
+        with uncollected():
+            assert not gc.isenabled()
+        assert before == gc.isenabled()
+        with pytest.raises(ZeroDivisionError), uncollected():
+            raise ZeroDivisionError
+        assert before == gc.isenabled()
+    finally:
+        (gc.enable if on else gc.disable)()
 
 
 @pytest.fixture(scope="module")

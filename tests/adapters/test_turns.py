@@ -16,6 +16,7 @@ from sparseprefill.adapters.evaluation.outcome import Contender
 from sparseprefill.adapters.evaluation.prompts import Prompt, Span
 from sparseprefill.adapters.evaluation.reading import Reader
 from sparseprefill.adapters.evaluation.texts import built_in
+from sparseprefill.adapters.huggingface import attach
 from transformers import DynamicCache
 from typer.testing import CliRunner, Result
 
@@ -72,6 +73,22 @@ def test_answers_stay_in_the_cache_and_greedy_leaves_it() -> None:
         assert 60 == cache.get_seq_length()
     assert expected == answered(model, cache, asked, [1, *expected[1:]])
     assert 60 + 5 + 3 == cache.get_seq_length()
+
+
+def test_long_drafts_are_checked_at_once_where_they_are_known_as_decoding() -> None:
+    model, text, asked = build("llama"), ids(60), list(ids(20, seed=3))
+    with torch.inference_mode(), attach(model, "streaming", gate=None, tail=0, **STREAMING) as handle:
+        cache = DynamicCache(config=model.config)
+        model(torch.tensor([text]), past_key_values=cache)
+        expected = greedy(model, cache, asked, [1] * 40)
+        rows: list[int] = []
+        heard = model.register_forward_pre_hook(
+            lambda _, given, named: rows.append(given[0].shape[1]), with_kwargs=True
+        )
+        with heard:
+            assert expected == greedy(model, cache, asked, expected)
+            assert expected == greedy(model, cache, asked, expected, handle.decoding)
+    assert rows == [20, 15, 15, 9, 20, 39]
 
 
 def test_a_conversation_goes_on_behind_the_right_answers() -> None:

@@ -299,6 +299,11 @@ class SparseMask:
         """
         geometry = self.geometry
         rows = None if rows is None else _query_rows(rows, geometry)
+        return self._chosen(rows) & geometry.visible(rows)[:, None]
+
+    def _chosen(self, rows: Tensor | None) -> Tensor:
+        """`to_dense` without regard to what a row may see."""
+        geometry = self.geometry
         query, key = geometry.query_positions(), geometry.key_positions()
         if rows is not None:
             query = query[:, rows]
@@ -312,7 +317,7 @@ class SparseMask:
                 column = key // width
                 at = column.clamp(min=0)[:, None, None]
                 selected |= torch.take_along_dim(rows_around(geometry, keep, query, size), at, 3)
-        return selected & geometry.visible(rows)[:, None]
+        return selected
 
     def pairs(self) -> Tensor:
         """int64 ``[B, Hq]`` on the mask's device: allowed pairs selected. Nothing is read on the host but on a CPU,
@@ -408,7 +413,8 @@ class SparseMask:
         column = torch.arange(g.kv_len, device=g.device) * cells // g.kv_len
         for rows in _row_chunks(g, max(1, g.q_len // (cells * SHADED))):
             row = rows * cells // g.q_len
-            for total, keep in ((selected, self.to_dense(rows)), (allowed, g.visible(rows)[:, None])):
+            seen = g.visible(rows)[:, None]
+            for total, keep in ((selected, self._chosen(rows) & seen), (allowed, seen)):
                 by_column = total.new_zeros(*keep.shape[:3], cells)
                 by_column.index_add_(3, column, keep.float())
                 total.index_add_(2, row, by_column)
@@ -650,7 +656,7 @@ def _columns(tiles: Tensor, ratio: int, columns: int) -> Tensor:
     return tiles.repeat_interleave(ratio, dim=-1)[..., :columns]
 
 
-def _row_chunks(geometry: Geometry, step: int, pairs: int = 1 << 24) -> Sequence[Tensor]:
+def _row_chunks(geometry: Geometry, step: int, pairs: int = 1 << 22) -> Sequence[Tensor]:
     """Every `step`-th query row, in chunks of about `pairs` (query, key) pairs over batch and heads."""
     size = max(1, pairs // (geometry.batch * geometry.heads * geometry.kv_len))
     chunks: Sequence[Tensor] = torch.arange(0, geometry.q_len, step, device=geometry.device).split(size)

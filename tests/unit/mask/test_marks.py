@@ -147,13 +147,13 @@ def test_shades_are_those_of_the_dense_form(cells: int) -> None:
 def test_of_many_rows_every_so_many_stand_for_a_cell(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(masks, "SHADED", 2)
     seen: list[int] = []
-    real = sp.SparseMask.to_dense
+    real = sp.SparseMask._chosen
 
-    def to_dense(self: sp.SparseMask, rows: torch.Tensor) -> torch.Tensor:
+    def chosen(self: sp.SparseMask, rows: torch.Tensor) -> torch.Tensor:
         seen.extend(rows.tolist())
         return real(self, rows)
 
-    monkeypatch.setattr(sp.SparseMask, "to_dense", to_dense)
+    monkeypatch.setattr(sp.SparseMask, "_chosen", chosen)
     sp.SparseMask.full(make(50), 8).shade(5)
     assert list(range(0, 50, 5)) == seen
     seen.clear()
@@ -404,8 +404,8 @@ def test_counts_are_of_their_lists_alone() -> None:
 
 
 def test_temporary_tensors_have_so_many_numbers() -> None:
-    """64 MiB of int64, and for pictures 16 MiB of bool."""
-    chunks = masks._row_chunks(evolve(CALL.geometry, q_len=9, kv_len=1 << 22), 1)
+    """64 MiB of int64, and for pictures 4 MiB of bool."""
+    chunks = masks._row_chunks(evolve(CALL.geometry, q_len=9, kv_len=1 << 20), 1)
     assert (1 << 23, [2, 2, 2, 2, 1], 16) == (count.ENTRIES, [len(one) for one in chunks], masks.SHADED)
 
 
