@@ -91,7 +91,9 @@ class Target:
 
 
 def _over(lost: float, allowed: float) -> float:
-    """lost / allowed, where a rounding error of either counts as nothing."""
+    """lost / allowed, where a rounding error of either counts as nothing; infinite for NaN."""
+    if math.isnan(lost):
+        return math.inf
     if lost <= allowed + 1e-9:
         return min(1.0, lost / allowed) if allowed > 0.0 and lost > 0.0 else 0.0
     return lost / allowed if allowed > 0.0 else math.inf

@@ -32,6 +32,7 @@ from .outcome import Contender, Fidelity, Layer, Outcome, Sketch, compare
 from .prompts import Prompt
 from .reading import Answers, Reader, Rows, Sizes, copied, inside_rows, right_inside
 
+NONFINITE = "its logits, or those of the model's own attention, are NaN, as where 16 bits overflow"
 WARM = 64
 """Tokens of a prefill in front of the first, which takes then what later ones take."""
 Decoding = Callable[[], AbstractContextManager[Any]]
@@ -65,7 +66,11 @@ class LayerWatch:
         q_len = call.q.shape[2]
         last = torch.arange(max(0, q_len - self.last), q_len, device=call.q.device)
         spread = sample_rows(call, self.rows)
-        kept = recall(call, result, rows=torch.cat([spread, last]))[0].double()  # [H, rows]
+        at = torch.cat([spread, last])
+        kept = recall(call, result, rows=at)[0].double()  # [H, rows]
+        kept = torch.where(
+            call.geometry.real_queries()[0, at], kept.nan_to_num(0.0), torch.nan
+        )  # an overflow keeps none
         rows = kept[:, : spread.numel()].cpu()
         recalls, ends = _means(rows), _means(kept[:, spread.numel() :])
         least = min(range(len(recalls)), key=lambda head: min(recalls[head], ends[head]))
@@ -201,6 +206,8 @@ class Comparison:
         answered, again = right_inside(self.prompt, rows), copied(self.prompt, rows, self.stock.copies)
         fidelity = self._fidelity(rows, cache, tail)
         del cache, rows
+        if fidelity.broken:
+            return Outcome(contender, self.prompt.name, error=NONFINITE)
         with attached(verify=False):  # it was verified just now
             progress("clock", 0, 1)
             seconds, peak = reader.clock(ids, sizes, seconds)

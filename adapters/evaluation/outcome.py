@@ -222,6 +222,11 @@ class Fidelity:
         """Over the rows at the end of the prompt and behind it: of `last`, `tail` and `greedy`."""
         return pooled([self.last, self.tail, self.greedy])
 
+    @property
+    def broken(self) -> bool:
+        """True if a row's distribution is NaN."""
+        return any(bool(part.each.isnan().any()) for part in (self.inside, self.last, self.tail, self.greedy))
+
 
 @frozen(eq=False)
 class Sketch:

@@ -81,7 +81,8 @@ class Uncounted:
 
     def density(self) -> Tensor:
         """float64 scalar on the device: computed / allowed pairs over batch and heads; nan where none is allowed."""
-        return self._selected().double() / (self.geometry.visible_counts().sum().double() * self.geometry.heads)
+        pairs = self._selected() if self.skipped is None else self._selected() - self.skipped.sum()
+        return pairs.double() / (self.geometry.visible_counts().sum().double() * self.geometry.heads)
 
     def _selected(self) -> Tensor:
         """Pairs that the lists hold: a number on the device."""

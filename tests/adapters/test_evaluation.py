@@ -46,6 +46,7 @@ from transformers import (
 )
 
 import sparseprefill as sp
+from sparseprefill.executors.reference import ReferenceExecutor
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.profiles.table import Progress
 
@@ -364,6 +365,28 @@ def test_a_method_that_fails_ends_alone(model: LlamaForCausalLM) -> None:
     assert "by zero" in broken.error
     assert broken.fidelity is None
     assert one.run(streaming()).error == ""
+
+
+def test_an_output_that_overflows_is_an_error_and_keeps_nothing(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Overflows(ReferenceExecutor):
+        def execute(self, call: sp.AttentionCall, plan: sp.Plan) -> sp.Result:
+            found = super().execute(call, plan)
+            return evolve(found, out=found.out * torch.nan, lse=found.lse * torch.nan)
+
+    def unverified(*given: Any, **more: Any) -> Any:
+        return attach(*given, **{**more, "verify": False})  # which finds what always overflows
+
+    monkeypatch.setattr(comparison, "attach", unverified)
+    made = evolve(sp.build("streaming", sink=16, window=64), executor=Overflows())
+    found = Comparison.of(model, prompt_of(150), SIZES).run(Contender("overflows", made))
+    assert "are NaN" in found.error
+    assert found.fidelity is None
+    watch = comparison.LayerWatch(8, 8)
+    with torch.inference_mode(), attach(model, made, gate=None, verify=False, observe=watch):
+        model(torch.tensor([prompt_of(150).ids]))
+    assert [set(layer.recalls) for layer in watch.found.values()] == [{0.0}] * model.config.num_hidden_layers
 
 
 def test_layers_that_run_dense_say_why(model: LlamaForCausalLM) -> None:

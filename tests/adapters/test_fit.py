@@ -181,6 +181,8 @@ def test_what_is_lost_counts_by_what_may_be_lost() -> None:
     assert 0.0 == shortfall(0.0, kl=0.0)
     assert math.inf == shortfall(0.1, kl=0.0)
     assert math.inf == Target(kl=1.0).shortfall([Outcome(Contender("x"), "p", error="broken")])
+    for limits in ({"kl": 1.0}, {"agreement": 0.5}):
+        assert math.inf == Target(**limits).shortfall([outcome(math.nan, 0.5)]), "NaN is no small loss"
 
 
 def test_a_target_holds_inside_the_prompt_unless_it_is_for_the_end_alone() -> None:

@@ -24,6 +24,7 @@ from lab.frontier.app import app
 from lab.frontier.layers import Layers, LayersTime
 from lab.frontier.points import Point, fastest, frontier, recommended, spread
 from lab.frontier.results import markdown
+from lab.frontier.sheet import _with, interval
 from sparseprefill.errors import ParameterError
 
 from .test_cli import refused
@@ -344,3 +345,11 @@ def test_ctrl_c_shows_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None
 )
 def test_the_command_refuses(arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
     refused(run("--device", "cpu", *arguments), *words)
+
+
+def test_an_interval_is_students_with_the_error_of_a_jackknife() -> None:
+    values, times = torch.tensor([1.0, 2.0, 3.0, 6.0], dtype=torch.float64), 3.182446
+    half = times * float(values.std()) / 2
+    assert pytest.approx((3.0 - half, 3.0 + half)) == interval(lambda rows: values[rows].mean(-1), 4)
+    assert _with(lambda rows: values[rows].mean(-1), 4, "{:.1f}") == f"3.0 (0.0 to {3.0 + half:.1f})"
+    assert _with(lambda rows: values[rows].mean(-1), 1, "{:.1f}") == "1.0", "one prompt tells none"

@@ -394,6 +394,12 @@ def skipping(pairs: int, gone: int) -> Uncounted:
     return evolve(uncounted(pairs), skipped=torch.full((1, 4), gone))
 
 
+def test_the_density_of_a_call_leaves_out_what_was_skipped() -> None:
+    one = skipping(200, 30)
+    computed, allowed = one.count()
+    assert (4 * 170, computed / allowed) == (computed, float(one.density()))
+
+
 def test_the_share_that_was_skipped_by_hand() -> None:
     """Of the pairs of the masks; those that were left out are not in the density."""
     record = LayerRecord(0)

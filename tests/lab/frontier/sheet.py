@@ -1,17 +1,19 @@
 """A table of what methods do to a real model, from files of ``--json``: ``python -m lab.frontier.sheet``.
 
-Copies and facts are told as shares of what the model's own attention gets right, KL and shares with 95 % intervals:
-those of the mean over prompts drawn again from the prompts that were read (bootstrap, paired with dense's).
+Copies and facts are told as shares of what the model's own attention gets right, KL and shares with 95 % intervals over
+the prompts that were read: Student's t, the standard error by leaving out one prompt after the other (jackknife).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
+from scipy.stats import t as student
 from sparseprefill.adapters.cli import render
 from sparseprefill.adapters.cli.group import CommandError
 from torch import Tensor
@@ -19,8 +21,6 @@ from torch import Tensor
 from lab.files import command
 from sparseprefill import structure
 
-DRAWS = 2000
-"""Times that the prompts are drawn again."""
 HEADS = ("method", "setting", "pairs", "copies", "facts", "KL", "99 %", "NLL", "attention", "prefill")
 Point = Mapping[str, Any]
 
@@ -99,16 +99,20 @@ def _values(each: Sequence[Point], name: str) -> Tensor:
 
 def _with(figure: Callable[[Tensor], Tensor], count: int, words: str) -> str:
     """A figure of prompts by index, and its interval."""
+    told = words.format(float(figure(torch.arange(count))))
+    if count < 2:
+        return told
     low, high = interval(figure, count)
-    return f"{words.format(float(figure(torch.arange(count))))} ({words.format(low)} to {words.format(high)})"
+    return f"{told} ({words.format(max(0.0, low))} to {words.format(high)})"
 
 
 def interval(figure: Callable[[Tensor], Tensor], count: int) -> tuple[float, float]:
-    """The 2.5th and the 97.5th percentile of a figure of `count` prompts, ``figure(indices [..., n]) -> [...]``, where
-    as many are drawn again."""
-    drawn = torch.randint(count, (DRAWS, count), generator=torch.Generator().manual_seed(0))
-    low, high = figure(drawn).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return low, high
+    """The 95 % interval of a figure of `count` prompts, two and more, ``figure(indices [..., n]) -> [...]``."""
+    every = torch.arange(count)
+    without = figure(torch.stack([every[every != one] for one in every]))  # [count]
+    error = math.sqrt((count - 1) * float(without.var(correction=0)))
+    half, middle = float(student.ppf(0.975, count - 1)) * error, float(figure(every))
+    return middle - half, middle + half
 
 
 if __name__ == "__main__":

@@ -31,8 +31,8 @@ class Timed:
 
     seconds: median, of the whole request. stock: the same of vLLM's own attention, None if it was not run. attention:
     of dense attention alone over all layers, in one piece by the kernel named `kernel`. density: computed / causal
-    pairs of all calls. fallbacks: why calls ran dense in the timed runs, with counts; slower: which ran on a slower
-    kernel, and why. extra: most bytes of PyTorch held at a time beyond those before it, on GPUs.
+    pairs of the calls that ran sparse. fallbacks: why calls ran dense in the timed runs, with counts; slower: which ran
+    on a slower kernel, and why. extra: most bytes of PyTorch held at a time beyond those before it, on GPUs.
     """
 
     backend: str

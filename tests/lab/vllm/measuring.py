@@ -253,7 +253,7 @@ def empty(engine: Engine) -> None:
 
 
 def density(engine: Engine, act: Callable[[], Any]) -> float | None:
-    """Computed / causal pairs of what is done meanwhile; None if nothing of it ran sparse."""
+    """Computed / causal pairs of what runs sparse meanwhile; None if nothing does."""
     runtime = engine.runtime
     if runtime is None:
         return None

@@ -105,6 +105,14 @@ def test_chunks_count_from_the_keys_on_that_they_were_measured_with() -> None:
     assert pytest.approx(WHOLE.at(99) * pairs(99, 99) / pairs(60, 99)) == rule._by_rows(along, 60, 99)
 
 
+def test_a_line_of_fewer_rows_that_begins_later_is_not_taken_for_another() -> None:
+    """As where two runs of `calibrate` were joined, with other chunks behind other contexts."""
+    along = (Line(20, (300, 400), (9.0, 8.0)), CHUNK, WHOLE)
+    assert pytest.approx(CHUNK.at(200)) == rule._by_rows(along, 50, 200)
+    for queries in (30, 50, 120):
+        assert rule._by_rows((CHUNK, WHOLE), queries, 299) == rule._by_rows(along, queries, 299)
+
+
 def test_a_smaller_call_is_charged_the_measured_heads() -> None:
     shape = shape_of(point(100, 100, streaming=0.5))
     for sizes, factor in (
