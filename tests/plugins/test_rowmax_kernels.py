@@ -204,10 +204,15 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("union", ["head", "group"])
-@pytest.mark.parametrize("name", FEATURES)
-def test_each_feature(name: str, union: str, monkeypatch: pytest.MonkeyPatch) -> None:
+UNIONS = ("head", "group")
+FEATURED = [(name, union) for name in FEATURES for union in UNIONS]
+BY_TURNS = [(name, UNIONS[i % 2]) for i, name in enumerate(FEATURES)]
+
+
+@pytest.mark.parametrize("featured", few_of(FEATURED, BY_TURNS), ids="-".join)
+def test_each_feature(featured: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Three query heads of a KV head, so that a program of a union has room for one that is not there."""
+    name, union = featured
     small(monkeypatch, (32, 16))
     call = make(torch.float32, (6, 2), 140, 43, 9, **FEATURES[name])
     call = evolve(call, q=3 * call.q, sinks=torch.linspace(-2, 4, 6, device=DEVICE))
