@@ -375,7 +375,11 @@ class Verdict:
                 self._longer(chosen),
             ]
         said = [f"Take {name}. {kept[:1].upper()}{kept[1:]}.", f"Its whole prefill is {speed} ({times})."]
-        if self.every_key:
+        if self.every_key and self.windows is None:
+            said.append(
+                "That is every key by this library, whose kernels are faster here than the model's own attention."
+            )
+        elif self.every_key:
             said.append(f"{WINDOWS} No method is {WORTH:g} times as fast as that. A server has it anyway.")
         elif self.windows is not None:
             said.append(f"{WINDOWS} That alone is {self.windows.speed_up:.2f} times as fast. A server has it anyway.")

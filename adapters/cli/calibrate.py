@@ -143,7 +143,7 @@ def calibrate(
         render.line(f"{name} failed at {reason}")
     if "kept_layers" in how:
         render.line(KEPT.format(kept=kept, layers=clock.layers), style="dim")
-    render.line(f"table: {output}")
+    render.line(f"table: {output}", whole=True)
 
 
 def _before(path: Path, device: torch.device) -> BreakEven:

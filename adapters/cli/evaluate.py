@@ -125,7 +125,7 @@ def evaluate(
     else:
         render.show(_table(found, f"{model or 'the embedded model'}: {place}"))
         if output is not None:
-            render.line(f"written: {output}")
+            render.line(f"written: {output}", whole=True)
     render.broken(registry)
     stop.end(len(found), total, "runs", failed=any(run.error for run in found))
 

@@ -7,6 +7,7 @@ are remembered here, to be named when a signal ends it.
 from __future__ import annotations
 
 import errno
+import io
 import logging
 import os
 import re
@@ -113,6 +114,10 @@ class Group(TyperGroup):
         # Commands report fallbacks and broken plugins themselves; without a handler Python would print them as well.
         logging.getLogger("sparseprefill").addHandler(logging.NullHandler())
         _files.clear()
+        if sys.stdout is None:  # closed, or a Windows program without a console
+            sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - it stays
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")  # names that its encoding lacks
         try:
             status = super().main(*args, **{**extra, "standalone_mode": False})
             sys.stdout.flush()  # what does not fit is said here, not as Python ends

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import keyword
 import os
 import re
 import shutil
 import tempfile
+import typing
 from pathlib import Path
 from typing import Annotated
 
@@ -49,7 +51,7 @@ def new(
     except OSError as error:
         raise CommandError(f"{folder}: {error.strerror}; pass a folder that can be made with --output") from error
     wrote(folder)
-    render.line(f"written: {folder}")
+    render.line(f"written: {folder}", whole=True)
     for command in (f'pip install -e "{folder}[test]"', f"sparseprefill show {name}", f"pytest {folder}"):
         typer.echo(f"next: {command}")  # in one piece, however narrow the terminal
 
@@ -82,13 +84,22 @@ def _check_free(name: str) -> None:
             raise CommandError(f"a {what} {name!r} is installed already, from {record.source}; pass another name")
 
 
+def _class_of(name: str) -> str:
+    """What its classes' names begin with; with "My" in front where Python or this library has a class of that name."""
+    import sparseprefill
+
+    title = "".join(map(str.capitalize, name.split("-")))
+    taken = any(hasattr(one, f"{title}{end}") for one in (sparseprefill, typing) for end in ("", "Estimator", "Config"))
+    return f"My{title}" if keyword.iskeyword(title) or taken else title
+
+
 def _write(folder: Path, name: str, kind: str) -> None:
     """A package of a kind, whole or not at all."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     loader = PackageLoader("sparseprefill.adapters.cli", f"templates/{kind}")
     made = Environment(loader=loader, undefined=StrictUndefined, keep_trailing_newline=True)
-    words = {"name": name, "package": package_of(name), "title": "".join(map(str.capitalize, name.split("-")))}
+    words = {"name": name, "package": package_of(name), "title": _class_of(name)}
     beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.absolute().parent))
     try:
         root = beside / folder.name

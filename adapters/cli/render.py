@@ -146,12 +146,12 @@ def show(table: Table) -> None:
         line(table.notes, style="dim")
 
 
-def line(text: str, style: str = "", *, error: bool = False) -> None:
-    """One paragraph on standard output, or on standard error."""
+def line(text: str, style: str = "", *, error: bool = False, whole: bool = False) -> None:
+    """One paragraph on standard output, or on standard error. whole: unbroken, as paths and code to paste are."""
     from rich.console import Console
     from rich.text import Text
 
-    Console(stderr=error).print(Text(text, style=style))
+    Console(stderr=error).print(Text(text, style=style), soft_wrap=whole)
 
 
 def note(text: str) -> None:

@@ -121,7 +121,7 @@ def report(
     render.show(evolve(table, remarks=[*short, *table.remarks, *_dense_layers(found)], notes=f"{table.notes}{beware}"))
     for what, path in files.items():
         if path is not None:
-            render.line(f"{what}: {path}")
+            render.line(f"{what}: {path}", whole=True)
 
 
 def table_of(rows: Sequence[Summary], sizes: Sizes, title: str = "") -> Table:

@@ -197,7 +197,7 @@ class Run:
                 render.line(f"{name} is left out: {reason}")
             for name, reason in self.how.get("not_timed", {}).items():
                 render.line(f"the profile has no break-even for {name} at {reason}")
-            render.line(f'profile: {self.output}; use it with attach(model, profile="{self.output}")')
+            render.line(f'profile: {self.output}; use it with attach(model, profile="{self.output}")', whole=True)
         render.broken(default_registry())
         stop.end(len(self.searches), of, "lengths")
 

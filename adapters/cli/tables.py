@@ -83,7 +83,8 @@ def _options(table: NeededTable) -> Iterator[inspect.Parameter]:
         return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
     yield one("model", None, options.Model)
-    yield one("tokens", table.tokens, int, min=256, help="Tokens of a sample.")
+    least = 1 if hasattr(table.settings, "check") else 256  # which says it by its own options
+    yield one("tokens", table.tokens, int, min=least, help="Tokens of a sample.")
     yield one("samples", table.samples, int, min=1, help="Samples to average over.")
     for name, parameter in known.items():
         if name != SEED:
@@ -146,4 +147,4 @@ def _run(
     )
     if made.useless:
         render.line(f"the method can do nothing with this table: {made.useless}")
-    render.line(f"table: {output}")
+    render.line(f"table: {output}", whole=True)

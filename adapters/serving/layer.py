@@ -67,6 +67,8 @@ def dense_reason(
     """
     if layer.reason is not None:
         return layer.reason
+    if left := route.stays_dense(layer.index):
+        return left
     if min_query > step:
         return f"min_query is {min_query}, but no chunk has more than {step} tokens ({bound})"
     try:

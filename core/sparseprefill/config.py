@@ -136,6 +136,11 @@ def check_keys(
         raise ParameterError(
             f'{join(at, astray)} is a parameter of {method}: did you mean "parameters": {{"{astray}": ...}}?'
         )
+    if "schema" in table and not at:
+        raise ParameterError(
+            f"it is {printed(table['schema'])} and no configuration: pass a profile as `profile` of one, or to a "
+            "command's --profile"
+        )
     check_names(table, known, at)
 
 

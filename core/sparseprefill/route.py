@@ -191,12 +191,13 @@ class Route(Runner):
         profile is for another model; StageError, naming the gate, where it raises or returns no Verdict.
         """
         verdict, found = self._verdict(call, memory, chunk, begin, before), self._of_length(call)
-        if not verdict.worth:
+        unset = isinstance(found.estimator, _NoSetting)  # where no gate's word changes anything
+        if not verdict.worth and not unset:
             return Choice(found, verdict.reason or UNSAID, gated=True)
         if reason := self._objection(call):
             raise UnsupportedCallError([reason])
         if left := self.left_dense(call):
-            return Choice(found, left, of_layer=not isinstance(found.estimator, _NoSetting))
+            return Choice(found, left, of_layer=not unset)
         return Choice(found, note=verdict.reason)
 
     def left_dense(self, call: AttentionCall) -> str:
@@ -209,6 +210,17 @@ class Route(Runner):
             return f"the profile has no setting of {self.profile.name} that is accurate enough at {at} keys"
         if call.layer in one.dense_layers:
             return f"the profile keeps layer {call.layer} dense: {one.method} is not accurate enough there"
+        return ""
+
+    def stays_dense(self, layer: int) -> str:
+        """Say why the profile leaves a layer to dense attention at every length; empty where it does not."""
+        if self.profile is None:
+            return ""
+        ranges, name = self.profile.ranges, self.profile.name
+        if all(one.method is None for one in ranges):
+            return f"the profile has no setting of {name} that is accurate enough, at any length"
+        if all(one.method is None or layer in one.dense_layers for one in ranges):
+            return f"the profile keeps layer {layer} dense at every length: {name} is not accurate enough there"
         return ""
 
     def _verdict(

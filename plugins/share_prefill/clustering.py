@@ -57,12 +57,14 @@ def clustered(
     members[-1] = sorted((*members[-1], *((layer, head) for layer in without for head in range(reader.identity.heads))))
     noise, *clusters = (tuple(one) for one in members.values())
     table = ClusterTable(clusters=tuple(clusters), noise=noise, model=reader.identity, made=made)
-    # Mean similarity of two heads of one cluster, and of any other two; NaN where there are none.
+    # Mean similarity of two heads of one cluster, and of any other two; None where there are none.
     similar = torch.stack([similarity(one) for one in maps]).mean(0)
     label_of = torch.tensor(chosen, dtype=torch.int64, device=similar.device)
     other = ~torch.eye(len(chosen), dtype=torch.bool, device=similar.device)
     same = (label_of[:, None] == label_of) & (label_of >= 0) & other
-    within, across = float(similar[same].mean()), float(similar[~same & other].mean())
+    within, across = _mean(similar[same]), _mean(similar[~same & other])
+    told = {"within clusters": within, "across": across}
+    similarities = [f"{value:.2f} {where}" for where, value in told.items() if value is not None]
     rows = [(str(i), str(len(one)), _words(one)) for i, one in enumerate(table.clusters)]
     rows += [("noise", str(len(table.noise)), _words(table.noise))] if table.noise else []
     return MadeTable(
@@ -73,7 +75,7 @@ def clustered(
         words=("layer.head",),
         drop=("heads",),
         remarks=(
-            f"similarity of the patterns: {f'{within:.2f} within clusters, ' if clusters else ''}{across:.2f} across",
+            *([f"similarity of the patterns: {', '.join(similarities)}"] if similarities else []),
             *([f"layers {without} run without a method, as those with a sliding window do: noise"] if without else []),
         ),
         facts={
@@ -83,6 +85,10 @@ def clustered(
         },
         useless="" if table.clusters else "no two heads of this model look alike",
     )
+
+
+def _mean(values: Tensor) -> float | None:
+    return float(values.mean()) if values.numel() else None
 
 
 def _words(heads: Iterable[Spot]) -> str:

@@ -177,6 +177,7 @@ def test_a_name_that_is_no_folder_here_is_told_so() -> None:
         (f"cluster --tokens {HUGE}", (f"--tokens {HUGE}", "at most 40960; pass that or less")),
         (f"anchors --tokens {HUGE}", (f"--tokens {HUGE}", "at most 40960; pass that or less")),
         ("anchors --tokens 256", ("--tokens 256", "pass longer ones than 256")),
+        ("anchors --tokens 200", ("--tokens 200", "pass longer ones than 256")),
         (f"evaluate --method bfla --tokens {HUGE}", (f"--tokens {HUGE}", "at most 40960; pass that or less")),
         ("evaluate --method bfla --chat-template", ("the tokenizer has no chat template",)),
         (f"calibrate --tokens {HUGE}", (f"--tokens {HUGE}", "or less")),

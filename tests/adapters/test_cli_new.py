@@ -71,6 +71,24 @@ def test_the_examples_of_the_documentation_are_what_it_writes(name: str, options
 
 
 @pytest.mark.parametrize(
+    ("name", "options", "made"),
+    [
+        ("none", ("--refiner",), "MyNone"),
+        ("sparse-mask", ("--refiner",), "MySparseMask"),
+        ("class-var", ("--refiner",), "MyClassVar"),
+        ("pattern", (), "MyPatternEstimator"),
+        ("nothing", ("--refiner",), "Nothing"),
+    ],
+)
+def test_classes_have_names_that_neither_python_nor_this_library_has(
+    name: str, options: tuple[str, ...], made: str
+) -> None:
+    assert invoke(name, "--output", "made", *options).exit_code == 0
+    text = "".join(path.read_text(encoding="utf-8") for path in Path("made").rglob("*.py"))
+    assert f"class {made}:" in text
+
+
+@pytest.mark.parametrize(
     ("name", "remedy"),
     [
         ("MyMethod", "such as my-method"),

@@ -349,6 +349,16 @@ def test_what_windows_gain_is_told_of_a_method_that_gains_more() -> None:
     assert not attempt.enough(SideBySide(4096, (2.0,), (1.95,)), []), "that is noise"
 
 
+def test_every_key_of_a_model_without_windows_is_no_word_about_windows() -> None:
+    one = verdict(WON, LOST, copies=GOOD, stock=DENSE)
+    (trial,) = one.found.trials
+    every = evolve(trial, candidate=Candidate(sp.default_registry().get("dense"), {}))
+    said = " ".join(evolve(one, found=evolve(one.found, chosen=every, trials=(every,))).said)
+    assert "That is every key by this library, whose kernels are faster here than the model's own attention." in said
+    assert "window" not in said
+    assert "No method" not in said
+
+
 def test_where_nothing_keeps_enough_the_nearest_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     one = verdict(copies=GOOD, stock=DENSE)
     assert (False, "", "", None) == (one.gains, one.line, one.server, one.facts["profile"])

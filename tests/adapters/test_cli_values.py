@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sparseprefill.adapters.cli import render
 from sparseprefill.adapters.cli.commands import app
 from sparseprefill.adapters.cli.group import CommandError, write
 from sparseprefill.adapters.cli.setup import Place
@@ -168,3 +169,22 @@ def test_a_full_disk_behind_standard_output() -> None:
         done = subprocess.run(command, stdout=stream, check=False, **options)
     said = "error: standard output: No space left on device; free space, or send it elsewhere\n"
     assert (1, said) == (done.returncode, done.stderr)
+
+
+def test_standard_output_that_is_closed_or_lacks_letters(tmp_path: Path) -> None:
+    script = "import sys; from sparseprefill.adapters.cli.commands import app; app()"
+    closed = [sys.executable, "-c", f"import sys; sys.stdout = None; {script}", "methods"]
+    assert subprocess.run(closed, check=False, capture_output=True, timeout=120).stderr == b""
+    command = [sys.executable, "-c", script, "new", "mine", "--output", "図"]
+    done = subprocess.run(
+        command, check=False, capture_output=True, timeout=120, cwd=tmp_path,
+        env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"},
+    )  # fmt: skip
+    assert (0, b"") == (done.returncode, done.stderr)
+    assert rb"written: \u56f3" in done.stdout
+
+
+def test_paths_and_code_to_paste_are_not_broken(capsys: pytest.CaptureFixture[str]) -> None:
+    text = f"profile: {'a-long-folder/' * 12}p.json"
+    render.line(text, whole=True)
+    assert capsys.readouterr().out == f"{text}\n"

@@ -56,6 +56,30 @@ def test_a_toml_file_and_a_profile(tmp_path: Path) -> None:
     refused(invoke("vllm-check", str(given), "--model", other), "was made for", "layers")
 
 
+def test_layers_that_a_profile_keeps_dense_at_every_length_are_named(tmp_path: Path) -> None:
+    facts = json.loads(PROFILE.read_text(encoding="utf-8"))
+    given = tmp_path / "given.json"
+
+    def checked(**changes: Any) -> Any:
+        (tmp_path / "profile.json").write_text(
+            json.dumps({**facts, "ranges": [{**one, **changes} for one in facts["ranges"]]}), encoding="utf-8"
+        )
+        given.write_text(under({"profile": str(tmp_path / "profile.json")}), encoding="utf-8")
+        return invoke("vllm-check", str(given), "--model", str(CHECKPOINT))
+
+    result = checked(dense_layers=[0, 4])
+    assert "sample-attention in 4 of 6 layers" in result.stdout
+    assert "the profile keeps layer 4 dense at every length" in result.stdout
+    nowhere: tuple[dict[str, Any], ...] = (
+        {"dense_layers": list(range(6))},
+        {"method": None, "parameters": None, "dense_layers": []},
+    )
+    for changes in nowhere:
+        result = checked(**changes)
+        assert result.exit_code == 1
+        assert "sample-attention in 0 of 6 layers" in result.stdout, result.stderr
+
+
 LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 KINDS = ["sliding_attention", "full_attention", "linear_attention", "chunked_attention", "full_attention"]
 

@@ -94,6 +94,11 @@ def test_two_kinds_of_heads_are_two_clusters() -> None:
     assert float(similar[:4, :4].min()) > float(similar[:4, 4:].max())
 
 
+def test_without_two_heads_of_a_kind_no_mean_is_told() -> None:
+    assert clustering._mean(torch.ones(0)) is None
+    assert clustering._mean(torch.tensor([0.25, 0.75])) == 0.5
+
+
 @pytest.mark.gpu
 def test_recorded_steps_train_as_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """35 maps in batches of 16: the last batch of an epoch is no recorded one."""

@@ -29,6 +29,7 @@ from typer.testing import CliRunner, Result
 
 import sparseprefill as sp
 from lab.bench.clock import Clock
+from sparseprefill.errors import ParameterError
 from sparseprefill.profiles.identity import ModelIdentity
 from sparseprefill.profiles.profile import LengthRange, Profile
 
@@ -181,8 +182,8 @@ def test_what_is_lost_counts_by_what_may_be_lost() -> None:
     assert 0.0 == shortfall(0.0, kl=0.0)
     assert math.inf == shortfall(0.1, kl=0.0)
     assert math.inf == Target(kl=1.0).shortfall([Outcome(Contender("x"), "p", error="broken")])
-    for limits in ({"kl": 1.0}, {"agreement": 0.5}):
-        assert math.inf == Target(**limits).shortfall([outcome(math.nan, 0.5)]), "NaN is no small loss"
+    for target in (Target(kl=1.0), Target(agreement=0.5)):
+        assert math.inf == target.shortfall([outcome(math.nan, 0.5)]), "NaN is no small loss"
 
 
 def test_a_target_holds_inside_the_prompt_unless_it_is_for_the_end_alone() -> None:
@@ -318,6 +319,14 @@ def test_nothing_within_reach_gives_a_profile_that_runs_dense(folder: Path, monk
         with attach(model, profile="none.json") as handle:
             assert torch.equal(expected, model(ids).logits)
     assert any("may never run" in note for note in handle.report().notes)
+    # The profile's word is told, whatever a gate thinks: to take the gate off would change nothing.
+    with attach(model, profile="none.json", gate="auto", min_query=16) as handle, torch.no_grad():
+        model(ids)
+    said = str(handle.report())
+    assert "that is accurate enough at 300 keys" in said
+    assert "gate=None" not in said
+    with pytest.raises(ParameterError, match=r"it is 'sparseprefill\.profile' and no configuration: pass a profile as"):
+        sp.from_config("none.json")
 
 
 @pytest.mark.usefixtures("_elsewhere", "_one_tokenizer")

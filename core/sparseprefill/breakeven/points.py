@@ -278,9 +278,9 @@ def _by_rows(along: Sequence[Line], queries: int, keys: int) -> float:
 
     A line of chunks that begins behind so many keys is none of them: whole prompts are measured below.
     """
-    chunks = [(line.queries, line) for line in along if line.queries is not None]
-    chunks = [(rows, line) for rows, line in chunks if rows < keys >= line.keys[0]]
-    rows, beside = zip(*chunks, (keys, along[-1]), strict=True)
+    known = [(line.queries, line) for line in along if line.queries is not None]
+    known = [(count, line) for count, line in known if count < keys >= line.keys[0]] + [(keys, along[-1])]
+    rows, beside = [count for count, _ in known], [line for _, line in known]
     i = bisect_left(rows, queries)
     ratio = beside[i].at(keys)
     if i == 0:
