@@ -85,7 +85,7 @@ def _check_free(name: str) -> None:
 
 
 def _class_of(name: str) -> str:
-    """What its classes' names begin with; with "My" in front where Python or this library has a class of that name."""
+    """The beginning of its classes' names; "My" stands in front where Python or this library has such a class."""
     import sparseprefill
 
     title = "".join(map(str.capitalize, name.split("-")))

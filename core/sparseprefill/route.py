@@ -191,12 +191,12 @@ class Route(Runner):
         profile is for another model; StageError, naming the gate, where it raises or returns no Verdict.
         """
         verdict, found = self._verdict(call, memory, chunk, begin, before), self._of_length(call)
-        unset = isinstance(found.estimator, _NoSetting)  # where no gate's word changes anything
-        if not verdict.worth and not unset:
+        left, unset = self.left_dense(call), isinstance(found.estimator, _NoSetting)
+        if not verdict.worth and not (left and unset):  # where the profile has no setting, no gate changes anything
             return Choice(found, verdict.reason or UNSAID, gated=True)
         if reason := self._objection(call):
             raise UnsupportedCallError([reason])
-        if left := self.left_dense(call):
+        if left:
             return Choice(found, left, of_layer=not unset)
         return Choice(found, note=verdict.reason)
 
