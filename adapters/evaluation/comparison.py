@@ -32,7 +32,10 @@ from .outcome import Contender, Fidelity, Layer, Outcome, Sketch, compare
 from .prompts import Prompt
 from .reading import Answers, Reader, Rows, Sizes, copied, inside_rows, right_inside
 
-NONFINITE = "its logits, or those of the model's own attention, are NaN, as where 16 bits overflow"
+NONFINITE = (
+    "its logits, or those of the model's own attention, are NaN, as where 16 bits overflow: pass another dtype, or "
+    "leave the method out"
+)
 WARM = 64
 """Tokens of a prefill in front of the first, which takes then what later ones take."""
 Decoding = Callable[[], AbstractContextManager[Any]]

@@ -174,7 +174,8 @@ def test_a_full_disk_behind_standard_output() -> None:
 def test_standard_output_that_is_closed_or_lacks_letters(tmp_path: Path) -> None:
     script = "import sys; from sparseprefill.adapters.cli.commands import app; app()"
     closed = [sys.executable, "-c", f"import sys; sys.stdout = None; {script}", "methods"]
-    assert subprocess.run(closed, check=False, capture_output=True, timeout=120).stderr == b""
+    done = subprocess.run(closed, check=False, capture_output=True, timeout=120)
+    assert (0, b"") == (done.returncode, done.stderr)
     command = [sys.executable, "-c", script, "new", "mine", "--output", "図"]
     done = subprocess.run(
         command, check=False, capture_output=True, timeout=120, cwd=tmp_path,
