@@ -30,7 +30,7 @@ from . import known
 from .layer import heads_of, layer_of
 from .pages import pages_of
 from .stores import outside
-from .texts import PAGE, Texts
+from .texts import Texts, together
 
 LEAST = 1 << 12
 """Pages that are remembered of the smallest pool."""
@@ -96,7 +96,8 @@ def written_of(runner: Any) -> Written:
     flag, tokens = outside(runner.server_args), int(getattr(runner, "max_total_num_tokens", None) or 0)
     if flag:
         return Unwritten(STORE.format(name=flag))
-    return Texts(known.find, max(2 * tokens // PAGE, LEAST), int(getattr(runner, "page_size", None) or 1))
+    page = int(getattr(runner, "page_size", None) or 1)
+    return Texts(known.find, max(2 * tokens // together(page), LEAST), page)
 
 
 def check_model(runner: Any, options: Options, host: str) -> None:

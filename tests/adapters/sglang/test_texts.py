@@ -17,10 +17,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from sparseprefill.adapters.serving.requests import Row
 from sparseprefill.adapters.sglang.runtime import LEAST, written_of
-from sparseprefill.adapters.sglang.texts import FORGOTTEN, PAGE, Texts
+from sparseprefill.adapters.sglang.texts import FORGOTTEN as FORGOTTEN_WITHIN
+from sparseprefill.adapters.sglang.texts import PIECE, Texts, together
 
 from sparseprefill.breakeven.before import Before
 
+FORGOTTEN = FORGOTTEN_WITHIN.format(tokens=16)
 HOW = st.sampled_from(["", "rowmax", "bfla"])
 
 
@@ -37,24 +39,34 @@ def counted(before: Before) -> tuple[int, int, int]:
 
 
 class Engine(RuleBasedStateMachine):
-    """A radix cache by the letter: of every prefix that it holds, who wrote its last token.
+    """A radix cache by the letter: of every page that it holds, behind its prefix, who wrote each of its tokens.
 
-    What is told of it may be wrong by a page for each prompt of a conversation, and no more.
+    What is told of it may be wrong by a piece for each prompt of a conversation, and no more.
     """
+
+    page, word = 1, PIECE
 
     def __init__(self) -> None:
         super().__init__()
-        self.requests, self.cache, self.count = dict[str, Req](), dict[tuple[int, ...], str](), 0
-        self.ours = Texts(self.requests.get)
+        self.requests, self.cache, self.count = dict[str, Req](), dict[tuple[int, ...], list[str]](), 0
+        self.ours = Texts(self.requests.get, page=self.page)
         self.done, self.ways, self.turns = dict[str, int](), [(list[int](), 1)], dict[str, int]()
+        self.wrote = dict[str, list[str]]()
+
+    def add(self, name: str, how: str, start: int, end: int) -> None:
+        """Tokens that a request computed; of its whole pages those that came first stay."""
+        tokens, wrote = tuple(self.requests[name].full_untruncated_fill_ids), self.wrote[name]
+        wrote += [how] * (end - start)
+        for at in range(start // self.page * self.page, end - self.page + 1, self.page):
+            there = self.cache.setdefault(tokens[: at + self.page], wrote[at : at + self.page])
+            wrote[at : at + self.page] = there
 
     def compute(self, name: str, size: int, how: str) -> None:
-        request, start = self.requests[name], self.done[name]
-        tokens = list(request.full_untruncated_fill_ids)
-        end = self.done[name] = min(start + size, len(tokens))
+        start, tokens = self.done[name], len(self.requests[name].full_untruncated_fill_ids)
+        end = max((start + size) // self.page, start // self.page + 1) * self.page
+        end = self.done[name] = min(end, tokens)
         self.ours.writing(Row(start, end, name))(how)
-        for at in range(start + 1, end + 1):
-            self.cache.setdefault(tuple(tokens[:at]), how)
+        self.add(name, how, start, end)
 
     @rule(data=st.data(), words=st.lists(st.integers(0, 1), max_size=3), size=st.integers(1, 60), how=HOW)
     def come(self, data: st.DataObject, words: list[int], size: int, how: str) -> None:
@@ -62,14 +74,17 @@ class Engine(RuleBasedStateMachine):
         self.count += 1
         name, own = f"{self.count}", [10_000 + self.count]
         way, self.turns[name] = data.draw(st.sampled_from(self.ways))
-        tokens = [*way, *(word for word in words for _ in range(PAGE)), *own]
+        tokens = [*way, *(word for word in words for _ in range(self.word)), *own]
         self.requests[name] = Req(name, tokens)
-        found = next((n for n in range(len(tokens) - 1, 0, -1) if tuple(tokens[:n]) in self.cache), 0)
+        pages = range((len(tokens) - 1) // self.page * self.page, 0, -self.page)
+        found = next((n for n in pages if tuple(tokens[:n]) in self.cache), 0)
+        each = [self.cache[tuple(tokens[:n])] for n in range(self.page, found + 1, self.page)]
+        self.wrote[name] = [how for page in each for how in page]
         if found:
-            wrote = Counter(self.cache[tuple(tokens[:n])] for n in range(1, found + 1))
+            wrote = Counter(self.wrote[name])
             before = self.ours.before(Row(found, len(tokens), name))
             dense = wrote.pop("", 0)
-            near = self.turns[name] * PAGE
+            near = self.turns[name] * together(self.page)
             assert found == before.tokens
             assert before.unknown < near
             assert abs(before.sparse - wrote.total()) < near
@@ -87,9 +102,10 @@ class Engine(RuleBasedStateMachine):
         if self.done[name] < len(tokens):
             self.compute(name, size, how)
             return
-        for n in range(size):
-            tokens.append(1_000_000 * int(name) + n)
-            self.cache.setdefault(tuple(tokens), "")
+        start = len(tokens)
+        tokens += [1_000_000 * int(name) + n for n in range(size)]
+        request.full_untruncated_fill_ids = array("q", tokens)
+        self.add(name, "", start, len(tokens))
         self.ways.append((tokens, self.turns[name] + 1))
         self.leave(name)
 
@@ -99,7 +115,7 @@ class Engine(RuleBasedStateMachine):
         self.leave(data.draw(st.sampled_from(sorted(self.requests))))
 
     def leave(self, name: str) -> None:
-        del self.requests[name], self.done[name]
+        del self.requests[name], self.done[name], self.wrote[name]
         self.ours.forget(name)
 
     @rule(data=st.data(), count=st.integers(1, 80))
@@ -108,10 +124,10 @@ class Engine(RuleBasedStateMachine):
         used = {
             tuple(request.full_untruncated_fill_ids[:n])
             for name, request in self.requests.items()
-            for n in range(1, self.done[name] + 1)
+            for n in range(self.page, self.done[name] + 1, self.page)
         }
         for _ in range(count):
-            inner = {prefix[:-1] for prefix in self.cache}
+            inner = {prefix[: -self.page] for prefix in self.cache}
             leaves = sorted(set(self.cache) - inner - used)
             if leaves:
                 del self.cache[data.draw(st.sampled_from(leaves))]
@@ -121,8 +137,19 @@ class Engine(RuleBasedStateMachine):
         assert set(self.ours._texts) <= set(self.requests)
 
 
-Engine.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
-TestEngine = Engine.TestCase
+class PagedEngine(Engine):
+    """Prompts part within pages."""
+
+    page, word = 64, 40
+
+
+class OddPagedEngine(Engine):
+    page, word = 5, 7
+
+
+SETTINGS = settings(max_examples=60, stateful_step_count=25, deadline=None)
+Engine.TestCase.settings = PagedEngine.TestCase.settings = OddPagedEngine.TestCase.settings = SETTINGS
+TestEngine, TestPagedEngine, TestOddPagedEngine = Engine.TestCase, PagedEngine.TestCase, OddPagedEngine.TestCase
 
 
 class Server:
@@ -148,6 +175,15 @@ def test_the_beginning_of_a_sparse_prompt_is_known_to_the_page() -> None:
     found = server.run("b", LONG[:1800] + [9] * 3072, 1800, "rowmax")
     assert Before(sparse=1792, unknown=8, methods=("rowmax",), why=FORGOTTEN) == found
     assert "sparse" == found.mostly
+
+
+def test_pages_in_which_prompts_part_are_not_shared() -> None:
+    """Behind a system prompt of 1,000 tokens, in pages of 64."""
+    server, system = Server(page=64), LONG[:1000]
+    first, second = [*system, *range(10_000, 17_000)], [*system, *range(20_000, 27_000)]
+    server.run("a", first, 0, "rowmax")
+    server.run("b", second, 960, "rowmax")
+    assert Before(sparse=8000, methods=("rowmax",)) == server.run("c", [*first, *[7] * 100], 8000, "rowmax")
 
 
 def test_what_was_answered_is_dense() -> None:
@@ -251,7 +287,7 @@ def test_a_store_outside_may_have_brought_what_is_there(flags: dict[str, Any], w
         found.writing(Row(9, 20, "a"))("rowmax")
     else:
         assert isinstance(found, Texts)
-        assert (64, 1 << 17) == (found.page, found.most)
+        assert (64, 1 << 15) == (found.page, found.most)
     assert vars_of(written_of(SimpleNamespace(server_args=SimpleNamespace()))) == (1, LEAST)
 
 
