@@ -10,6 +10,7 @@ from typing import Any
 
 from attrs import field, frozen
 
+from sparseprefill import structure
 from sparseprefill.errors import ParameterError
 from sparseprefill.method import Method
 from sparseprefill.pipeline import Pipeline
@@ -72,6 +73,7 @@ def settings(
             raise ParameterError(f"{method.name}: the values to try of {name} are {tried!r}: pass one or more")
     made = [{**fixed, **dict(zip(space, chosen, strict=True))} for chosen in product(*space.values())]
     for one in made:
+        structure.check_finite(one, method.name)  # a profile holds nothing else
         method.configure(one)
     return made
 

@@ -82,6 +82,7 @@ def calibrate(
     Times dense attention, the sparse executor and the methods by length, and writes the table by which `attach` and
     `build` decide whether a call is worth running sparse.
     """
+    from sparseprefill import structure
     from sparseprefill.breakeven.points import lines
     from sparseprefill.registry import default_registry
 
@@ -103,7 +104,8 @@ def calibrate(
         name: {**registry.get(name).stand_in, **TIMED.get(name, {}), **given}
         for name, given in options.changes(names, settings or ()).items()
     }
-    before = _before(output, place.device) if append else None
+    structure.check_finite(parameters, "")  # a table holds nothing else
+    before = _before(output, place.device, threads) if append else None
     rows = CHUNKS[kind] if chunk is None else filter(None, chunk)
     sizes = measure.sizes(tokens or LENGTHS[kind], rows)
     for count in tokens or LENGTHS[kind]:
@@ -116,8 +118,9 @@ def calibrate(
         found = measure.calibrate(shape, sizes, pipelines, clock, progress)
     told: Mapping[str, Any] = {} if before is None else before.measured
     kept = None if before is None else told.get("kept_layers") or told.get("layers", 1)
+    of_others = {name: given for name, given in told.get("parameters", {}).items() if name not in parameters}
     how: dict[str, Any] = {
-        "parameters": {**told.get("parameters", {}), **{name: given for name, given in parameters.items() if given}},
+        "parameters": {**of_others, **{name: given for name, given in parameters.items() if given}},
         **clock.told,
         **({} if kept in (None, clock.layers) else {"kept_layers": kept}),
         **({"threads": threads} if place.device.type == "cpu" else {}),
@@ -146,12 +149,15 @@ def calibrate(
     render.line(f"table: {output}", whole=True)
 
 
-def _before(path: Path, device: torch.device) -> BreakEven:
+def _before(path: Path, device: torch.device, threads: int) -> BreakEven:
     from sparseprefill.breakeven.table import BreakEven, device_kind
 
     found, here = BreakEven.load(path), device_kind(device)
     if not found.device.like(here):
         raise CommandError(f"--append: {path} is a {found}, this is {here}: write to another file")
+    those = found.measured.get("threads", threads)
+    if here.type == "cpu" and those != threads:
+        raise CommandError(f"--append: {path} was timed with --threads {those}: pass that, or write to another file")
     return found
 
 

@@ -117,8 +117,9 @@ def sglang_report(
     path = "/server_info"
     answer = _ask(url, path, None, timeout, SGLANG, lambda status: f"answers {path} with {status}: its log says more")
     states = answer.get("internal_states")
-    ours = isinstance(states, list) and all(isinstance(one, Mapping) for one in states)
-    found = [one for state in states for one in state.get(TABLE, [])] if ours and states is not None else None
+    ours = [one.get(TABLE, []) for one in states if isinstance(one, Mapping)] if isinstance(states, list) else []
+    good = isinstance(states, list) and len(ours) == len(states) and all(isinstance(one, list) for one in ours)
+    found = [one for each in ours for one in each] if good else None
     from ..sglang.plugin import VARIABLE, excluded
 
     start = "--prefill-attention-backend sparseprefill and SPARSEPREFILL_SGLANG='{\"method\": ...}'"
@@ -169,7 +170,7 @@ def _show(url: str, found: object, server: str, start: str, json: bool) -> None:
     """
     if not isinstance(found, list):
         raise CommandError(f"{url} answers, but not as {server} does: check the address")
-    if not all(isinstance(one, Mapping) and "text" in one for one in found) or not found:
+    if not all(_is_report(one) and all(map(_is_report, _profiles(one).values())) for one in found) or not found:
         raise CommandError(f"{url} does not run prefill through sparseprefill: start it with {start}")
     if json:
         render.write_json(found)
@@ -178,14 +179,23 @@ def _show(url: str, found: object, server: str, start: str, json: bool) -> None:
         if len(found) > 1:
             render.line(f"worker {report.get('worker', number)}", "bold")
         typer.echo(report["text"])
-        for name, other in report.get("profiles", {}).items():
+        for name, other in _profiles(report).items():
             render.line(f"profile {name}", "bold")
             typer.echo(other["text"])
 
 
+def _is_report(found: object) -> bool:
+    return isinstance(found, Mapping) and "text" in found
+
+
+def _profiles(report: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = report.get("profiles")
+    return found if isinstance(found, Mapping) else {}
+
+
 def _read(config: str) -> Mapping[str, Any]:
     """The additional configuration, as vLLM gets it."""
-    loads, kind = (tomllib.loads, "TOML") if config.endswith(".toml") else (structure.loads, "JSON")
+    loads, kind = (tomllib.loads, "TOML") if config.lower().endswith(".toml") else (structure.loads, "JSON")
     try:
         text = config if config.lstrip().startswith("{") else structure.read(config)
         return structure.table(structure.parsed(text, loads, kind))

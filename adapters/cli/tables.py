@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
 from attrs import fields
 
-from sparseprefill.errors import MethodCollisionError, ParameterError
+from sparseprefill import structure
+from sparseprefill.errors import MethodCollisionError, ParameterError, told
 from sparseprefill.profiles.table import NeededTable
 from sparseprefill.registry import Registry
 
@@ -19,6 +21,7 @@ from .catalog import parameters
 from .group import CommandError, Group, check_writable, write
 from .render import Table
 
+ANYTHING = {"ignore_unknown_options": True, "allow_extra_args": True}
 SEED = "seed"
 """The option of the command that chooses the samples; settings with such a field are given it, too."""
 
@@ -38,26 +41,67 @@ class WithTables(Group):
         return super().get_command(ctx, cmd_name)
 
     def _find(self) -> None:
-        made = typer.Typer(rich_markup_mode=None, add_completion=False)
-        for table in needed():
-            if table.command not in self.commands:
-                made.command(table.command, short_help=short(table.summary))(_command(table))
-        self.commands.update(typer.main.get_group(made).commands)
+        same: dict[str, dict[str, NeededTable]] = {}
+        for method, table in needed():
+            same.setdefault(table.command, {})[method] = table
+        for name, tables in same.items():
+            if name in self._own:
+                made = f"the command that makes the table of {' and '.join(tables)}"
+                render.note(f"{made} cannot be {name}, which is this library's: rename it")
+            elif name not in self.commands:
+                self.commands.update(_commands(name, tables))
+
+    @cached_property
+    def _own(self) -> frozenset[str]:
+        return frozenset(self.commands)
 
 
-def needed() -> Iterator[NeededTable]:
-    """The tables that installed methods need, found without torch; none where two plugins collide."""
+def needed() -> Iterator[tuple[str, NeededTable]]:
+    """The tables that installed methods need, with their names, found without torch; none where two plugins collide."""
     registry = Registry(kinds=("method",))
     try:
         registry.load_entry_points()
     except MethodCollisionError:  # every command that builds something says so
         return
-    yield from (one.table for one in registry.methods().values() if one.table is not None)
+    yield from ((name, one.table) for name, one in registry.methods().items() if one.table is not None)
 
 
 def short(text: str) -> str:
     """The first paragraph of a docstring in one line: whole, where typer would cut it off with dots."""
     return " ".join(inspect.cleandoc(text).split("\n\n")[0].split())
+
+
+def _commands(name: str, tables: Mapping[str, NeededTable]) -> Mapping[str, Any]:
+    """The command of a name; one that says why there is none, if several claim it or its options do not work.
+
+    tables: by method, those whose command it is.
+    """
+    methods = " and ".join(tables)
+    if len(tables) > 1:
+        return _refusing(name, f"the tables of {methods} have the same command: rename one, or uninstall its package")
+    (table,) = tables.values()
+    made = typer.Typer(rich_markup_mode=None, add_completion=False)
+    try:
+        made.command(name, short_help=short(table.summary))(_command(table))
+        return _grouped(made)
+    except Exception as error:  # of a stranger's settings: the other commands work
+        return _refusing(name, f"the settings for the table of {methods}: {told(error)}")
+
+
+def _refusing(name: str, reason: str) -> Mapping[str, Any]:
+    made = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+    @made.command(name, short_help=f"not there: {reason}", context_settings=ANYTHING)
+    def run() -> None:
+        raise CommandError(f"{name}: {reason}")
+
+    return _grouped(made)
+
+
+def _grouped(made: typer.Typer) -> Mapping[str, Any]:
+    made.callback()(lambda: None)  # with one command alone typer makes no group
+    found: Mapping[str, Any] = typer.main.get_group(made).commands
+    return found
 
 
 def _command(table: NeededTable) -> Callable[..., None]:
@@ -118,6 +162,7 @@ def _run(
     from .progress import bars
     from .setup import Place, Source, identity_of
 
+    structure.check_finite(own, "")
     check_writable("--output", output)
     place = Place.of(device, dtype.value, threads)
     names = [one.name for one in fields(table.settings)]

@@ -26,8 +26,8 @@ NESTING = ("sampling_params", "parameters", "extra_body")
 """Fields of a body that hold further tables of arguments."""
 OWN = "metadata"
 """The field that is the caller's own, whatever it holds."""
-SUSPECT = re.compile(rb"sparse|prefil|vllm_xargs|custom_params|extra_args", re.IGNORECASE)
-"""In a body without this nothing is asked for; it is not parsed."""
+SUSPECT = re.compile(rb"sparse|prefil|vllm_xargs|custom_params|extra_args|\\u00[2-7]|\x00", re.IGNORECASE)
+"""In a body without this, or ASCII in other bytes (escaped, or UTF-16), nothing is asked for; it is not parsed."""
 
 
 @frozen(kw_only=True)

@@ -115,6 +115,8 @@ class Report:
     know the prompt's end, that get every key. short_forwards: forwards with fewer rows, all dense: decoding steps and
     short prompts. layers: in order of their index. notes: what else is worth knowing, with counts, as reasons are.
     gate: the tables by which calls were judged, and whether one has no figures of the method; empty if none was.
+    pays_from: once it left a call dense, tokens from which on it lets whole prompts run sparse, to a thirtieth; None
+    where it never does.
     kernels: how many calls each kernel computed, by its name and, in brackets, why no faster one did (`plan.Kernel`); a
     call in parts counts for each kernel that it met. prefills: that ran sparse in some layer. measured_prefills: of
     them, of which recall was to be measured. strict_recall: below which calls count as low; None where nothing was
@@ -133,6 +135,7 @@ class Report:
     layers: tuple[LayerReport, ...] = ()
     notes: Mapping[str, int] = field(factory=dict)
     gate: str = ""
+    pays_from: int | None = None
     kernels: Mapping[str, int] = field(factory=dict)
     prefills: int = 0
     measured_prefills: int = 0
@@ -204,13 +207,21 @@ class Report:
             *([idle] if idle else []),
             *self._recall_lines(),
             f"dense by length (fewer than {self.min_query} query rows): {self.short_forwards} forwards",
-            *([f"dense by break-even: {self.gate}"] if self.gate else []),
+            *([f"dense by break-even: {self.gate}{self._from}"] if self.gate else []),
             *([f"prompts: {_counted(self.prompts)}"] if self.prompts else []),
             *([f"cached tokens before them: {_counted(self.cached)}"] if self.cached else []),
             *(f"kernel: {kernel}, {count} calls" for kernel, count in self.kernels.items()),
             *(f"note: {note} ({count}x)" for note, count in notes),
         ]
         return "\n".join(lines)
+
+    @property
+    def _from(self) -> str:
+        if not self.gated:
+            return ""
+        if self.pays_from is None:
+            return ", by which no prompt runs sparse"
+        return f", by which whole prompts run sparse from some {self.pays_from:,} tokens on"
 
     def _shared(self) -> dict[str, tuple[int, int]]:
         """Reasons that several layers have, which are told once: in how many layers, and how many calls."""

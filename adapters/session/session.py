@@ -17,10 +17,18 @@ from torch import Tensor
 from sparseprefill import kernels
 from sparseprefill.breakeven.before import Before
 from sparseprefill.breakeven.gate import OFF, GateChoice, with_remedy
-from sparseprefill.call import AttentionCall, uncast
-from sparseprefill.errors import AttachError, ParameterError, UnsupportedCallError, frameless, printed
+from sparseprefill.call import AttentionCall, resized, uncast
+from sparseprefill.errors import (
+    AttachError,
+    ParameterError,
+    SparsePrefillError,
+    UnsupportedCallError,
+    frameless,
+    printed,
+)
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.memory import Memory
+from sparseprefill.pages import LONGEST
 from sparseprefill.pipeline import SHARE, Pipeline
 from sparseprefill.plan import Kernel, Plan, Planned, Result
 from sparseprefill.profiles.profile import Profile
@@ -160,6 +168,7 @@ class Session:
         self._records: dict[int, LayerRecord] = {}
         self._room = Room()
         self._notes, self._declined, self._gated = Kinds(), Kinds(), Kinds()
+        self._small: tuple[AttentionCall, int] | None = None
         self._kernels: Counter[Kernel | str] = Counter()
         self._short, self._lock = 0, threading.RLock()
 
@@ -415,6 +424,7 @@ class Session:
     def report(self, host: str, implementation: str) -> Report:
         """Everything recorded so far; counts the pairs of the masks that wait, reads measured recall (host sync)."""
         recall = self._watch.report()  # before the lock: figures that arrive may be noted
+        pays_from = self._pays_from()
         with self._lock:
             made = Report(
                 method=self.route.name,
@@ -424,6 +434,7 @@ class Session:
                 grain=self.route.method_grain,
                 tail=self.tail,
                 gate=self.route.judges,
+                pays_from=pays_from,
                 short_forwards=self._short,
                 layers=tuple(
                     one.report(mean=self._measure, recall=recall.get(layer))
@@ -440,6 +451,15 @@ class Session:
             )
             return evolve(made, gated={why: count for why, count in made.fallbacks.items() if why in self._gated})
 
+    def _pays_from(self) -> int | None:
+        """Tokens of the shortest whole prompt that the gate lets run, after it left a call dense."""
+        if self._small is None:
+            return None
+        try:
+            return self.route.least(self._small[0], LONGEST, self._small[1])
+        except SparsePrefillError:  # a gate that fails leaves calls dense, and no report behind
+            return None
+
     def _choose(self, call: AttentionCall, prefill: Prefill) -> Pipeline | Result | Fallback:
         """The pipeline for the call of a request; or what the call comes to without one."""
         if self.layers is not None and call.layer not in self.layers:
@@ -451,7 +471,7 @@ class Session:
         except UnsupportedCallError as error:
             return self.decline(call.layer, str(error), sizes(call))
         if choice.gated:
-            self._tell_gated(choice.dense)
+            self._tell_gated(choice.dense, call, prefill.chunk)
         if choice.dense:
             code = Code.GATE if choice.gated else Code.PROFILE
             return self._dense(call.layer, choice.dense, sizes(call), chosen=True, small=not choice.of_layer, code=code)
@@ -464,10 +484,12 @@ class Session:
         prefill = waiting.prefill
         return self.route.choose(waiting.call, prefill.memory, prefill.chunk, prefill.begin, prefill.before).note
 
-    def _tell_gated(self, reason: str) -> None:
+    def _tell_gated(self, reason: str, call: AttentionCall, chunk: int) -> None:
         """A call is dense by the gate, which is logged for the first of each kind, with what to do about it."""
         with self._lock:
             first = self._gated.add(reason)
+            if self._small is None:
+                self._small = (resized(evolve(call, prompt_lengths=None), 1, 1), chunk)
         if first and self._warn:
             log.info("%s: calls run dense: %s", self.route.name, with_remedy(reason, self._off))
 

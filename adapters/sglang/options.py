@@ -50,7 +50,7 @@ def given(text: str | None = None) -> Options:
 def _table(text: str) -> Any:
     inline = text.startswith("{")
     try:
-        if text.endswith(".toml") and not inline:
+        if text.lower().endswith(".toml") and not inline:
             return structure.parsed(structure.read(text), tomllib.loads, "TOML")
         return structure.parsed(text if inline else structure.read(text))
     except ParameterError as error:

@@ -1,9 +1,9 @@
 """The prefixes in SGLang's radix cache, by how they were written, as far as this process has seen.
 
 Which slots a prefix has is known on the device alone, and decoding does not come to this backend. But SGLang finds a
-prefix by its tokens, its salt and its LoRA, and so is it remembered here: by a hash of every 16 tokens, or of whole pages
-where they are longer, and what stands before them, as a store would name its pages. Where keys lie, and where they are
-moved to, makes no difference then.
+prefix by its tokens, its salt and its LoRA, and so is it remembered here: by a hash of every 16 tokens, or of
+whole pages where they are longer, and what stands before them, as a store would name its pages. Where keys lie, and
+where they are moved to, makes no difference then.
 
 The radix cache lets go of the end of a prefix first, and finds as much of a prompt as there is. So where a request
 begins, nothing was there, and what was written last on a prefix's way is what is there. Decoding wrote what follows the

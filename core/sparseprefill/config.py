@@ -146,10 +146,11 @@ def check_keys(
 
 def _load(path: Path) -> Any:
     readers: dict[str, Callable[[str], Any]] = {".toml": tomllib.loads, ".json": structure.loads}
-    if path.suffix not in readers:
+    kind = path.suffix.lower()
+    if kind not in readers:
         raise ParameterError(f"is a file of kind {printed(path.suffix)}: pass the path of a .toml or .json file")
     try:
-        return structure.parsed(structure.read(path), readers[path.suffix], path.suffix[1:].upper())
+        return structure.parsed(structure.read(path), readers[kind], kind[1:].upper())
     except ParameterError as error:
         raise ParameterError(f"cannot be read: {error}") from error
 

@@ -75,19 +75,27 @@ class AttachError(SparsePrefillError):
     """An adapter cannot bind this model; the message gives the reason."""
 
 
+def _holds_tensors(value: object) -> bool:
+    names = [one.name for one in getattr(type(value), "__attrs_attrs__", ())]
+    inner = value if isinstance(value, list | tuple) else [getattr(value, name, None) for name in names]
+    return any(type(one).__name__ in ("Tensor", "Parameter") for one in inner)
+
+
 def printed(value: object) -> str:
     """The value as messages show it, on one page whatever it is.
 
-    Tensors by dtype and shape, without reading their values; long texts cut; integers of thousands of digits, and
-    objects whose own `repr` fails, by their type.
+    Tensors by dtype and shape, without reading their values; what holds some, such as a call or a model, by its type;
+    long texts cut; integers of thousands of digits, and objects whose own `repr` fails, by their type.
     """
     kind = type(value).__name__
     if getattr(value, "is_nested", False) is True:  # which has no shape to show
         return f"a nested {kind} of {getattr(value, 'dtype', '')}"
     if kind in ("Tensor", "Parameter"):
         return f"a {kind} of {getattr(value, 'dtype', '')} {tuple(getattr(value, 'shape', ()))}"
+    if hasattr(value, "named_parameters") or _holds_tensors(value):
+        return f"{kind}(...)"
     try:
-        text = repr(value)
+        text = " ".join(repr(value).split())
     except Exception:  # of a stranger's class; integers too long for Python to write
         return f"{kind} of {value.bit_length()} bits" if isinstance(value, int) else f"a {kind} that cannot be printed"
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}... ({len(text)} characters)"

@@ -85,12 +85,24 @@ def _asked(stages: Callable[[Pipeline], Iterable[object]]) -> Any:
     """The default of a field: what stages of a pipeline say of themselves, asked once, when it is built."""
 
     def ask(pipeline: Pipeline) -> tuple[Stage, ...]:
-        return tuple(Stage.of(stage, pipeline.name) for stage in stages(pipeline))
+        return tuple(Stage.of(_no_pipeline(stage), pipeline.name) for stage in stages(pipeline))
 
     return Factory(ask, takes_self=True)
 
 
-EXECUTING: Any = Factory(lambda pipeline: ExecutorStage.of(pipeline.executor, pipeline.name), takes_self=True)
+def _executing(pipeline: Pipeline) -> ExecutorStage:
+    return ExecutorStage.of(_no_pipeline(pipeline.executor), pipeline.name)
+
+
+def _no_pipeline(stage: Any) -> Any:
+    """The stage; ParameterError for a whole pipeline, which answers to much of what a stage is asked."""
+    if isinstance(stage, Runner):
+        remedy = "pass one of its stages, such as its estimator, or join pipelines by UnionEstimator"
+        raise ParameterError(f"a {type(stage).__name__} stands where a stage of a Pipeline belongs: {remedy}")
+    return stage
+
+
+EXECUTING: Any = Factory(_executing, takes_self=True)
 PLANNING = _asked(lambda pipeline: (pipeline.estimator, *pipeline.refiners))
 CORRECTING = _asked(lambda pipeline: () if pipeline.corrector is None else (pipeline.corrector,))
 OBSERVING = _asked(lambda pipeline: pipeline.observers)

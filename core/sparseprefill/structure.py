@@ -213,7 +213,7 @@ def read(path: str | Path, most: int = MOST) -> str:
             raise ParameterError("is no regular file: pass the path of one")
         if stat.S_ISREG(found.st_mode) and found.st_size > most:
             raise ParameterError(f"has {found.st_size} bytes: pass a file of at most {most}")
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # without the mark that some editors put first
     except ParameterError:
         raise
     except OSError as error:

@@ -49,9 +49,9 @@ class AnchorTable(ModelTable):
             at = f"maps[{layer}]"
             if layer in self.anchors or layer < self.anchors[0]:
                 raise ParameterError(f"{at} is of a layer that follows no anchor: leave it out")
-            if not heads or min(heads) < 0:
+            if not heads or min(heads) < 0 or max(heads) >= len(heads):
                 raise ParameterError(
-                    f"{at} is {printed(list(heads))}: pass a KV head of the anchor for each of its own"
+                    f"{at} is {printed(list(heads))}: pass a KV head of the anchor for each of its own, counted from 0"
                 )
         model = self.model
         if model is None:

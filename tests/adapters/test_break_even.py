@@ -53,7 +53,9 @@ def test_below_break_even_the_model_computes_what_it_did_and_says_so(model: Any,
     report = handle.report()
     assert [("dense", 1, 2)] * 2 == [(one.mode, one.sparse_calls, one.dense_calls) for one in report.layers]
     assert {BELOW: 4} == report.fallbacks
-    assert "dense by break-even: break-even table of test (cpu)" in str(report)
+    assert report.pays_from in range(116, 121)
+    told = f", by which whole prompts run sparse from some {report.pays_from} tokens on"
+    assert f"dense by break-even: break-even table of test (cpu){told}" in str(report)
 
 
 class Counted:
@@ -184,9 +186,10 @@ def test_a_method_without_figures_is_named_with_the_command_that_measures_it(
         assert command in said
     assert "judged by the executor alone" in note
     assert reason.startswith(f"{BELOW}, even for the executor alone")
-    assert "dense by break-even: break-even table of test (cpu), without figures of streaming" in str(report).split(
-        "\n"
+    told = (
+        "dense by break-even: break-even table of test (cpu), without figures of streaming, by which whole prompts run"
     )
+    assert f"\n{told} sparse from some " in str(report)
 
 
 @torch.no_grad()

@@ -287,6 +287,25 @@ def test_append_says_where_what_it_keeps_was_timed_in_other_steps(tmp_path: Path
         assert 24 == BreakEven.load(path).measured["kept_layers"]
 
 
+def test_append_forgets_settings_of_what_is_timed_anew_and_keeps_to_the_threads(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    assert invoke(*OPTIONS, *SHAPE, "--set", "streaming.window=32", "--out", path).exit_code == 0
+    assert invoke(*OPTIONS, *SHAPE, "--append", "--out", path).exit_code == 0
+    assert {} == BreakEven.load(path).measured["parameters"]
+    result = invoke(*OPTIONS, *SHAPE, "--append", "--threads", "2", "--out", path)
+    assert (1, f"--append: {path} was timed with --threads 1: pass that, or write to another file") == (
+        result.exit_code,
+        " ".join(result.stderr.split()).removeprefix("error: "),
+    )
+
+
+def test_a_table_holds_finite_numbers_alone_which_is_said_before_the_work(tmp_path: Path) -> None:
+    result = invoke(
+        *OPTIONS, *SHAPE, "--method", "flexprefill", "--set", "flexprefill.tau=inf", "--out", tmp_path / "a"
+    )
+    assert (1, "error: flexprefill.tau is inf: pass a finite number\n") == (result.exit_code, result.stderr)
+
+
 def test_sizes_of_both_runs_stay() -> None:
     def point(size: int, dense: float, **methods: float) -> Point:
         return Point(

@@ -88,6 +88,11 @@ def test_every_worker_is_named(server: Server) -> None:
     assert ["worker 0", "streaming on M", "layer   0  sparse", "worker 1", "more"] == lines
 
 
+def test_profiles_that_are_no_table_are_left_out(server: Server) -> None:
+    server.body = json.dumps({"results": [{**REPORT, "profiles": []}]})
+    assert "streaming on M\nlayer   0  sparse\n" == invoke(VLLM, server.url).stdout
+
+
 @both
 def test_as_json(server: Server, command: str) -> None:
     server.body = json.dumps(ANSWERS[command])
@@ -115,6 +120,14 @@ def test_as_json(server: Server, command: str) -> None:
         (SGLANG, 200, '{"internal_states": [{}]}', "start it with --prefill-attention-backend sparseprefill"),
         (SGLANG, 200, "<html>", "answers, but not as SGLang does: check the address"),
         (SGLANG, 200, '{"internal_states": [1]}', "answers, but not as SGLang does"),
+        (SGLANG, 200, '{"internal_states": [{"sparseprefill": null}]}', "answers, but not as SGLang does"),
+        (SGLANG, 200, '{"internal_states": [{"sparseprefill": [3]}]}', "does not run prefill through sparseprefill"),
+        (
+            VLLM,
+            200,
+            '{"results": [{"text": "a", "profiles": {"b": 3}}]}',
+            "does not run prefill through sparseprefill",
+        ),
     ],
 )
 def test_what_a_server_lacks_is_said(server: Server, command: str, status: int, body: str, words: str) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from attrs import evolve
-from sparseprefill.adapters.cli import options
+from attrs import evolve, frozen
+from sparseprefill.adapters.cli import options, tables
 from sparseprefill.adapters.cli.commands import app
 from sparseprefill.adapters.demo.tasks import key_value_prompts
 from sparseprefill.adapters.huggingface import attach
@@ -25,6 +25,7 @@ import sparseprefill as sp
 from helpers import table_plugin
 from helpers.correctors import blending
 from helpers.table_plugin import TABLE, BandTable
+from sparseprefill.errors import SparsePrefillError
 from sparseprefill.profiles.identity import ModelIdentity
 
 TESTS = Path(__file__).parents[1]
@@ -112,6 +113,79 @@ def test_a_declaration_that_does_not_fit(change: dict[str, Any], words: str) -> 
         evolve(method, table=evolve(TABLE, **change))
     with pytest.raises(sp.ParameterError, match=r"Method\.table is 3: pass a NeededTable"):
         evolve(method, table=3)  # type: ignore[arg-type]
+
+
+def test_settings_named_as_an_option_of_every_command() -> None:
+    @frozen(kw_only=True)
+    class Taken:
+        """model: what every command has."""
+
+        model: str = "x"
+
+    with pytest.raises(sp.ParameterError, match="settings has the field 'model', an option of every such command"):
+        evolve(TABLE, settings=Taken)
+
+
+class Unresolved:
+    """share: of no type that is known."""
+
+    share: Nowhere = 0.5  # type: ignore[name-defined] # noqa: F821
+
+
+FIT: Any = {"fit": None}
+
+
+def offered(name: str, **change: Any) -> Any:
+    """A plugin with one method, whose table has a command as changed."""
+
+    class Offered:
+        @staticmethod
+        @sp.hookimpl
+        def sparseprefill_methods() -> list[sp.Method]:
+            (method,) = table_plugin.sparseprefill_methods()
+            return [evolve(method, name=name, table=evolve(TABLE, **change))]
+
+    return Offered
+
+
+@pytest.mark.parametrize(
+    ("change", "command", "words"),
+    [
+        (
+            {"settings": frozen(Unresolved), "command": "unresolved"},
+            "unresolved",
+            "settings for the table of mine: name 'Nowhere' is not",
+        ),
+        ({"command": "anchors"}, "anchors", "the tables of .*kascade.* have the same command"),
+        ({"command": "anchors"}, "anchors", "mine.*: rename one, or uninstall its package"),
+    ],
+)
+def test_a_table_without_a_command_of_its_own_takes_no_other_down(
+    change: dict[str, Any], command: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = sp.default_registry()
+    known.register(offered("mine", **change), "mine")
+    monkeypatch.setattr(
+        tables, "needed", lambda: [(name, one.table) for name, one in known.methods().items() if one.table]
+    )
+    try:
+        group = tables.WithTables(commands=dict(FIT))
+        assert {"fit", "anchors", "cluster", command} == set(group.list_commands(None))
+        with pytest.raises(SparsePrefillError, match=words):
+            group.commands[command].main(["--model", "x"], standalone_mode=False)
+    finally:
+        known.unregister("mine")
+
+
+def test_a_command_of_the_library_stays_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tables, "needed", lambda: [("banded", evolve(TABLE, command="fit"))])
+    group = tables.WithTables(commands=dict(FIT))
+    group.list_commands(None)
+    assert group.commands == FIT
+    said = " ".join(capsys.readouterr().err.split())
+    assert said == "the command that makes the table of banded cannot be fit, which is this library's: rename it"
 
 
 HEAVY = """

@@ -257,7 +257,7 @@ def test_a_table_of_another_model_is_refused() -> None:
 @pytest.mark.parametrize(
     ("heads", "first", "words"),
     [
-        ((1,), 0, r"maps\[1\] is \[1\], the call has 2 KV heads: pass one number for each KV head"),
+        ((0,), 0, r"maps\[1\] is \[0\], the call has 2 KV heads: pass one number for each KV head"),
         ((1, 0, 1), 0, r"maps\[1\] is \[1, 0, 1\], the call has 2 KV heads"),
         ((1, 0), 4, r"maps\[1\] is \[1, 0\], the call has KV heads 2 to 3"),
     ],
@@ -268,6 +268,12 @@ def test_a_map_of_another_number_of_heads_is_refused(heads: tuple[int, ...], fir
     with pytest.raises(sp.UnsupportedCallError, match=words):
         pipeline.run(call)
     pipeline.run(evolve(call, layer=2))
+
+
+@pytest.mark.parametrize("heads", [(0, 7), (2, 0), (1,), (-1, 0)])
+def test_a_map_to_heads_that_no_model_has_is_refused(heads: tuple[int, ...]) -> None:
+    with pytest.raises(sp.ParameterError, match=r"maps\[1\] is \[.*: pass a KV head of the anchor for each of its own"):
+        AnchorTable(anchors=(0,), maps={1: heads})
 
 
 def test_a_map_of_the_whole_model_serves_a_share_of_its_heads() -> None:

@@ -61,3 +61,15 @@ def test_any_value_can_be_shown() -> None:
     assert long.endswith("(5002 characters)")
     with pytest.raises(KeyboardInterrupt):
         printed(type("Stop", (), {"__repr__": lambda _: _raise(KeyboardInterrupt())})())
+
+
+def test_what_holds_tensors_is_shown_by_its_type() -> None:
+    """Their values are not read: on a GPU that would wait for it."""
+    values = torch.zeros(1, 2, 4, 8)
+    for value, shown in (
+        (sp.AttentionCall(values, values, values), "AttentionCall(...)"),
+        ([values], "list(...)"),
+        (torch.nn.Linear(2, 2), "Linear(...)"),
+        ("a\n  b", "'a\\n b'"),
+    ):
+        assert shown == printed(value)

@@ -116,6 +116,13 @@ def test_files(tmp_path: Path) -> None:
         assert ("from a file", (sp.DenseRows(64),)) == (made.name, made.refiners)
 
 
+def test_files_of_other_editors(tmp_path: Path) -> None:
+    """A mark at the beginning, and a name in capitals."""
+    (tmp_path / "A.TOML").write_text(TOML, encoding="utf-8-sig")
+    (tmp_path / "A.JSON").write_text('{"method": "dense"}', encoding="utf-8-sig")
+    assert ["from a file", "dense"] == [pipeline_of(tmp_path / name).name for name in ("A.TOML", "A.JSON")]
+
+
 def test_methods_within_methods_end() -> None:
     circle: dict[str, Any] = {"method": "star-attention", "parameters": {}}
     circle["parameters"]["inner"] = circle

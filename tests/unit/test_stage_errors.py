@@ -13,7 +13,7 @@ from helpers.build import make
 from helpers.registry_plugins import method
 from helpers.stubs import Estimate, Observe, Refine
 from sparseprefill import Corrector
-from sparseprefill.errors import MaskError, StageError, frameless
+from sparseprefill.errors import MaskError, ParameterError, StageError, frameless
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Carry, Plan, SoftmaxState
@@ -124,3 +124,15 @@ def test_an_error_that_is_kept_holds_no_frames() -> None:
     chain = (found, found.__cause__, found.__context__)
     assert [type(one) for one in chain] == [StageError, KeyError, ValueError]
     assert [one and one.__traceback__ for one in chain] == [None] * 3
+
+
+@pytest.mark.parametrize("field", ["estimator", "refiners", "executor", "observers"])
+def test_a_pipeline_is_no_stage(field: str) -> None:
+    """It answers to much of what a stage is asked."""
+    inner = Pipeline(Estimate(lambda call, memory: Plan(SparseMask.full(call, 16))))
+    given: dict[str, Any] = {
+        "estimator": inner.estimator,
+        field: inner if field in ("estimator", "executor") else (inner,),
+    }
+    with pytest.raises(ParameterError, match="a Pipeline stands where a stage of a Pipeline belongs: pass one of its"):
+        Pipeline(**given)

@@ -114,6 +114,10 @@ Make = Callable[[ModelReader[Any], Sequence[Sequence[int]], Any, Progress], Made
 """Makes a table of samples of token ids, all of one length, and of the maker's settings."""
 
 
+TAKEN = frozenset(("model", "tokens", "samples", "output", "device", "dtype", "threads", "json"))
+"""Options of every command that makes a table."""
+
+
 @frozen(kw_only=True)
 class NeededTable:
     """A table that a method needs of each model, as `Method.table` declares it.
@@ -126,9 +130,9 @@ class NeededTable:
     command: its name on the command line. summary: what it does, in the command's help. of: what of the model it
     measures, such as "layers". make: does so; it is called for a command alone, so that it may import anything.
     settings: attrs class of the maker's own options, whose docstring says ``name: help.`` of each; `seed` is the
-    command's. With a method `check(tokens)` it raises ParameterError for samples of so many tokens. tokens, samples:
-    what the command measures by default. needs: modules that the maker imports and that may be missing, with what to
-    install.
+    command's, and names of `TAKEN` are refused (ParameterError). With a method `check(tokens)` it raises ParameterError
+    for samples of so many tokens. tokens, samples: what the command measures by default. needs: modules that the maker
+    imports and that may be missing, with what to install.
     """
 
     parameter: str
@@ -145,6 +149,11 @@ class NeededTable:
     tokens: int = 4096
     samples: int = 4
     needs: Mapping[str, str] = attrs.field(factory=dict, hash=False)
+
+    def __attrs_post_init__(self) -> None:
+        taken = sorted(TAKEN.intersection(one.name for one in attrs.fields(self.settings)))
+        if taken:
+            raise ParameterError(f"settings has the field {taken[0]!r}, an option of every such command: rename it")
 
     @property
     def field(self) -> Mapping[str, Any]:

@@ -117,6 +117,19 @@ DOORS = Doors(places={"/a": ("x",)})
 FOUND = {"object": "error", "type": "error", "code": 400}
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        rb'{"sp\u0061r\u0073eprefi\u006c\u006C": "off"}',
+        json.dumps(OFF).encode("utf-16"),
+        json.dumps(OFF).encode("utf-32-le"),
+    ],
+)
+def test_names_in_other_letters_are_read_as_the_server_reads_them(body: bytes) -> None:
+    (start, _) = Server().ask(body)
+    assert 400 == start["status"]
+
+
 class Server:
     """An application of ASGI that keeps what it was sent, with a guard in front of it."""
 

@@ -93,7 +93,8 @@ def are_records(value: object) -> bool:
 def a_precision(owner: Any, attribute: Attribute[Any], value: Any) -> None:
     """'call', or a precision of a registered kernel, such as 'int8'"""
     if value != EXACT:
-        one_of(EXACT, *(one for family in owner.kernels for one in family.features.precisions))(owner, attribute, value)
+        known = (one for family in owner.kernels for one in family.features.precisions)
+        one_of(*dict.fromkeys((EXACT, *known)))(owner, attribute, value)
 
 
 def unmet(precision: str) -> Refusal:
