@@ -239,8 +239,20 @@ class Pipeline(Runner):
     @property
     def head_scope(self) -> HeadScope | None:
         """Heads that the stages look at when they decide for one: "head", "group" (of a KV head), or None, all
-        heads."""
+        heads; None too where an observer is missing that a stage relies on."""
+        if any(one not in self.observers for one in self.relies_on):
+            return None
         return widest_scope(stage.head_scope for stage in self._deciding)
+
+    @property
+    def plan_scope(self) -> HeadScope | None:
+        """As `head_scope`, of estimator and refiners alone, for stages that hold a pipeline and run its plan only."""
+        return widest_scope(stage.head_scope for stage in self._planning)
+
+    @property
+    def relies_on(self) -> tuple[Observer, ...]:
+        """Observers by which its plans know what earlier heads of a layer did; see `stages`."""
+        return tuple(one for stage in self._planning for one in stage.relies_on)
 
     @property
     def tail(self) -> int:

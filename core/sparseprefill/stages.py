@@ -20,6 +20,9 @@ itself, in attributes that a pipeline looks up once, when it is built (`Stage`);
     (with its number, ``call.first_head + h``, and what memory holds); "group", all query heads of its KV head. A
     pipeline may then cut a long call into parts by heads, which run in the order of their heads with one memory. None,
     or no attribute: the stage looks at all heads together, and no call is cut by heads.
+``relies_on: tuple[Observer, ...]``
+    of an estimator or refiner: observers from which it learns what earlier heads of the same layer did. A pipeline that
+    lacks one of them has no `head_scope`. The default: none.
 ``repeats: bool | "prompt"``
     True: what the stage does on the device follows from the sizes of the call (`AttentionCall.shape`) and from its own
     settings, and it does that by torch's operators and `kernels.launch.enqueue` alone. It reads no value of the device,
@@ -198,6 +201,10 @@ RESULTS = Answer(
     lambda value: isinstance(value, list | tuple) and all(isinstance(one, Result) for one in value),
     "a list of Results, one for each call",
 )
+OBSERVERS = Answer(
+    lambda value: value is None or (isinstance(value, tuple) and not any(missing(one, Observer) for one in value)),
+    "a tuple of observers",
+)
 TAIL = Answer(lambda value: value is None or is_whole(value), "a number of query rows, an int from 0 to 2^63 - 1")
 ALL_ROWS = WIDEST - 1
 """The `tail` of a stage that keeps every key for every row."""
@@ -205,7 +212,7 @@ FLAG = Answer(
     lambda value: value is None or isinstance(value, bool) or (isinstance(value, str) and value == "prompt"),
     "True, False or 'prompt'",
 )
-ATTRIBUTES = (("grain", GRAIN), ("head_scope", SCOPE), ("tail", TAIL), ("repeats", FLAG))
+ATTRIBUTES = (("grain", GRAIN), ("head_scope", SCOPE), ("tail", TAIL), ("repeats", FLAG), ("relies_on", OBSERVERS))
 """Things that a stage may say of itself, each with its rule."""
 QUESTIONS = ("unsupported", "workspace", "check_model", "execute_into", "execute_many", "execute_many_into")
 """Methods that a stage may leave out."""
@@ -320,6 +327,7 @@ class Stage(Guard):
     head_scope: HeadScope | None
     tail: int
     repeats: bool | Literal["prompt"]
+    relies_on: tuple[Observer, ...]
     questions: frozenset[str]
 
     @classmethod
@@ -327,8 +335,8 @@ class Stage(Guard):
         """Look up, once, what a stage says of itself. method: as in `Guard`."""
         guard = Guard(given, method)
         questions = frozenset(name for name in QUESTIONS if guard.own(name, CALLABLE) is not None)
-        grain, scope, tail, repeats = (guard.own(name, answer) for name, answer in ATTRIBUTES)
-        return cls(given, method, grain, scope, tail or 0, repeats or False, questions)
+        grain, scope, tail, repeats, relies_on = (guard.own(name, answer) for name, answer in ATTRIBUTES)
+        return cls(given, method, grain, scope, tail or 0, repeats or False, relies_on or (), questions)
 
     @property
     def asks_model(self) -> bool:

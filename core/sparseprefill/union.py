@@ -18,7 +18,7 @@ from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan
 from sparseprefill.profiles.identity import ModelIdentity
-from sparseprefill.stages import HeadScope, PatternEstimator, common_grain, missing, repeating, widest_scope
+from sparseprefill.stages import HeadScope, Observer, PatternEstimator, common_grain, missing, repeating, widest_scope
 
 
 def _parts(given: Iterable[Any]) -> tuple[Pipeline, ...]:
@@ -61,7 +61,12 @@ class UnionEstimator:
     @property
     def head_scope(self) -> HeadScope | None:
         """The widest of the parts' scopes."""
-        return widest_scope(part.head_scope for part in self.parts)
+        return widest_scope(part.plan_scope for part in self.parts)
+
+    @property
+    def relies_on(self) -> tuple[Observer, ...]:
+        """The observers that its parts rely on."""
+        return tuple(one for part in self.parts for one in part.relies_on)
 
     @property
     def repeats(self) -> bool | str:

@@ -13,7 +13,7 @@ from sparseprefill.statistics.kept import remembered
 from .table import NOISE, ClusterTable
 
 NEVER = 2**31 - 1
-"""Layer of a pivot that is not made yet."""
+"""Layer of a pivot that no head has run dense for."""
 
 
 @frozen

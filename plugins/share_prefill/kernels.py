@@ -74,7 +74,7 @@ def choose_kernel(
     if made_ptr is not None:
         made = tl.load(made_ptr + b * clusters + cluster)  # [BLOCK_H]
         share = able & (made < layer) & (js_distance(tl.sum(near, 1)) < tau)
-        makes = makes & (made == NEVER)
+        makes = makes & (made >= NEVER - layer)
     # Of a cluster's heads the first that may make its pivot does.
     before = (h[:, None] < h[None, :]) & (cluster[:, None] == cluster[None, :]) & makes[:, None]
     dense = makes & (tl.max(before.to(tl.int32), 0) == 0)
@@ -129,12 +129,12 @@ def _maker(dense_ptr, codes_ptr, b, cluster, heads, BLOCK_H: tl.constexpr):
 
 @triton.jit(do_not_specialize=("layer", "heads", "clusters", "slots", "rows", "columns"))
 def pivot_update_kernel(
-    dense_ptr, codes_ptr, which_ptr, own_ptr, tiles_ptr, old_made_ptr, old_last_ptr, old_packed_ptr,
+    dense_ptr, whole_ptr, codes_ptr, which_ptr, own_ptr, tiles_ptr, old_made_ptr, old_last_ptr, old_packed_ptr,
     made_ptr, last_ptr, packed_ptr, layer, heads, clusters, slots, rows, columns,
     BLOCK_H: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
     NEVER: tl.constexpr,
 ):  # fmt: skip
-    """made, last and packed of `Pivots`: those of a head that runs dense, else the old ones (Algorithm 2).
+    """made, last and packed of `Pivots`: those of a head that ran dense and is whole, else the old ones (Algorithm 2).
 
     One program: BLOCK_R rows of one cluster's pattern, packed to a bit per tile; the first one of a cluster does the rest.
 
@@ -146,7 +146,8 @@ def pivot_update_kernel(
     mine = tl.load(which_ptr + s, mask=s < slots, other=-1).to(tl.int32) == cluster  # [BLOCK_S]
     slot = tl.max(tl.where(mine, s, -1), 0)
     head = _maker(dense_ptr, codes_ptr, b, cluster, heads, BLOCK_H)
-    fresh = (slot >= 0) & (head < BLOCK_H)
+    ran = (slot >= 0) & (head < BLOCK_H)
+    fresh = tl.load(whole_ptr + b * heads + head, mask=ran, other=0) != 0
     width = tl.cdiv(columns, 8)
     new, kept = tl.where(fresh, columns, 0), tl.where(fresh, 0, columns)
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -169,7 +170,7 @@ def pivot_update_kernel(
         made = NEVER
         if old_made_ptr is not None:
             made = tl.load(old_made_ptr + bk)
-        tl.store(made_ptr + bk, tl.where(fresh, layer, made))
+        tl.store(made_ptr + bk, tl.where(ran, tl.where(fresh, layer, NEVER - 1 - layer), made))
         for first in range(0, columns, 1024):
             c = first + tl.arange(0, 1024)
             x = tl.load(own_ptr + (b * heads + head).to(tl.int64) * columns + c, mask=c < new, other=0.0)
@@ -227,7 +228,7 @@ def pattern_tiles(
 
 def updated(
     old: tuple[Tensor, Tensor, Tensor] | None, layer: int, clusters: int, codes: Tensor, which: Tensor, dense: Tensor,
-    own: Tensor, tiles: Tensor,
+    whole: Tensor, own: Tensor, tiles: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """made, last and packed of `pivots.renewed`, from `old` ones or nothing. tiles: bool ``[B, S, R, C]``."""
     batch, slots, rows, columns = tiles.shape
@@ -236,7 +237,7 @@ def updated(
     last = torch.empty(batch, clusters, columns, dtype=own.dtype, device=device)
     packed = torch.empty(batch, clusters, rows, cdiv(columns, 8), dtype=torch.uint8, device=device)
     enqueue(pivot_update_kernel, (cdiv(rows, PIVOT_ROWS), batch * clusters),
-        dense.view(torch.uint8), codes, which, own,
+        dense.view(torch.uint8), whole.view(torch.uint8), codes, which, own,
         tiles.contiguous().view(torch.uint8), *(old or (None, None, None)), made, last, packed, layer,
         own.shape[1], clusters, slots, rows, columns,
         BLOCK_H=power_of_two(own.shape[1]), BLOCK_S=power_of_two(slots), BLOCK_R=PIVOT_ROWS,

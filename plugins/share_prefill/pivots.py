@@ -54,7 +54,8 @@ class Pivots:
     """One pivot per batch row and cluster, made in some layer of one call of the model.
 
     sizes: of the call, without its heads. at: layer and first head of the last part that wrote. made: int32 ``[B, K]``,
-    the layer that made each pivot, or NEVER. last: ``[B, K, C]``, block-averaged attention of the pivot head's last
+    the layer that made each pivot; without one ``NEVER - 1 - layer``, of the last layer in which a head ran dense for
+    it that a refiner narrowed, or NEVER. last: ``[B, K, C]``, block-averaged attention of the pivot head's last
     queries (the paper's a~). packed: uint8 ``[B, K, R, ceil(C / 8)]``, its pattern (M), a bit per tile: at a million
     tokens the patterns of a table of clusters would be gigabytes as bool maps.
     """
@@ -97,7 +98,7 @@ def choose(
     else:
         made = pivots.made[:, cluster]
         share = able & (made < layer) & (js_distance(own, pivots.last[:, cluster].to(own.dtype)) < tau)
-        makes = makes & (made == NEVER)
+        makes = makes & (made >= NEVER - layer)  # no pivot, and no head of this layer has run dense for one
     before = (cluster[:, None] == cluster).tril(-1)
     dense = makes & ~(makes[:, None] & before).any(-1)
     return Choice(torch.stack([share, dense, share | dense]), own)
@@ -158,16 +159,18 @@ def earlier(call: AttentionCall, memory: Memory, key: str) -> Pivots | None:
 
 
 def renewed(
-    call: AttentionCall, old: Pivots | None, clusters: int, heads: LayerHeads, choice: Choice, tiles: Tensor
-) -> Pivots:
-    """`old`, or None, with the pivots of the heads that ran dense. tiles: bool ``[B, S, R, C]``, by open cluster."""
+    call: AttentionCall, old: Pivots | None, clusters: int, heads: LayerHeads, choice: Choice, whole: Tensor,
+    tiles: Tensor,
+) -> Pivots:  # fmt: skip
+    """`old`, or None, with the pivots of the heads that ran dense, where they are `whole`, bool ``[B, H]``: computed in
+    full. tiles: bool ``[B, S, R, C]``, by open cluster."""
     own, which = choice.own, index(heads.open, choice.own.device)
     known = None if old is None else (old.made, old.last, old.packed)
     if kernels.serve(tiles):
         from . import kernels as gpu
 
         made, last, packed = gpu.updated(
-            known, call.layer, clusters, heads.codes(own.device), which, choice.dense, own, tiles
+            known, call.layer, clusters, heads.codes(own.device), which, choice.dense, whole, own, tiles
         )
     else:
         batch, _, rows, columns = tiles.shape
@@ -176,8 +179,10 @@ def renewed(
             own.new_zeros(batch, clusters, columns),
             torch.zeros(batch, clusters, rows, -(-columns // 8), dtype=torch.uint8, device=own.device),
         )  # fmt: skip
-        head, fresh = heads.dense(choice.dense)
-        made[:, which] = torch.where(fresh, call.layer, made[:, which])
+        head, ran = heads.dense(choice.dense)
+        fresh = ran & of_heads(whole, head)
+        now = torch.where(fresh, call.layer, NEVER - 1 - call.layer)
+        made[:, which] = torch.where(ran, now, made[:, which]).to(torch.int32)
         last[:, which] = torch.where(fresh[..., None], of_heads(own, head), last[:, which])
         packed[:, which] = torch.where(fresh[..., None, None], _pack(tiles), packed[:, which])
     return Pivots(_sizes(call), (call.layer, call.first_head), made, last, packed)

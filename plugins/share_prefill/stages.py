@@ -90,6 +90,11 @@ class Share(ShareConfig):
         """The writer of the pivots that this stage reads."""
         return PivotObserver(self)
 
+    @property
+    def relies_on(self) -> tuple[PivotObserver]:
+        """The observer: without it a part by heads would not know which heads before it ran dense."""
+        return (self.observer,)
+
     def pipeline(self, name: str = "share") -> Pipeline:
         """A pipeline of this stage and its observer."""
         return Pipeline(self, observers=(self.observer,), name=name)
@@ -172,11 +177,11 @@ class Share(ShareConfig):
         return choose(shares(blocks), seen, heads, pivots, call.layer, self.tau, self.delta)
 
 
-@frozen(eq=False)
+@frozen
 class PivotObserver:
     """Algorithm 2: the block map of each dense head, cut to its covering set, becomes its cluster's pivot.
 
-    The head must have been computed in full: one that a refiner narrowed makes none.
+    The head must have been computed in full: one that a refiner narrowed makes none, and in this layer no other does.
     """
 
     share: Share
@@ -195,11 +200,10 @@ class PivotObserver:
         if result.probe is None:
             raise StageError("the executor gave no probe, from which share-prefill makes its pivots")
         heads, choice = evidence.heads, evidence.choice
+        whole = choice.dense
         if plan.mask is not evidence.mask:
             pairs = torch.stack([mask.pairs() for mask in plan.computed()]).sum(0)
-            allowed = plan.mask.geometry.visible_counts().sum(-1, keepdim=True)
-            dense = choice.dense & (pairs == allowed)
-            choice = evolve(choice, flags=torch.stack([choice.share, dense, choice.share | dense]))
+            whole = pairs == plan.mask.geometry.visible_counts().sum(-1, keepdim=True)
         head, _ = heads.dense(choice.dense)
         maps = on_blocks(of_heads(result.probe, head), plan.mask, share.block)  # [B, S, R, C], by open cluster
         if kernels.serve(maps):
@@ -207,7 +211,7 @@ class PivotObserver:
         else:
             cover = torch.cat([top_mass(part, share.gamma) for part in maps.split(PART, 2)], 2)
         old = earlier(call, memory, share.key)
-        memory.put(share.key, renewed(call, old, share.table.count, heads, choice, cover))
+        memory.put(share.key, renewed(call, old, share.table.count, heads, choice, whole, cover))
 
 
 def pipeline(config: ShareConfig) -> Pipeline:

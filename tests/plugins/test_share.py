@@ -190,6 +190,57 @@ def test_parts_by_heads_decide_as_the_whole_layer(name: str) -> None:
         torch.testing.assert_close(a.out, b.out, rtol=1e-12, atol=1e-12)
 
 
+NARROWING: dict[str, tuple[Any, ...]] = {
+    "ceiling": (sp.BudgetCeiling(share=0.8),),
+    "decay": (sp.PositionDecay(share=0.5),),
+    "threshold": (sp.RelativeThreshold(0.5),),
+    "threshold and tail": (sp.RelativeThreshold(0.5), sp.DenseRows(20)),
+}
+
+
+def united(*ones: sp.Pipeline, observed: bool = True) -> sp.Pipeline:
+    observers = tuple(x for one in ones for x in one.observers) if observed else ()
+    return sp.Pipeline(sp.UnionEstimator(*ones), observers=observers)
+
+
+@pytest.mark.parametrize("inside", ["alone", "a union", "a union's part"])
+@pytest.mark.parametrize("name", NARROWING)
+@pytest.mark.parametrize("table", [TABLES[2], "single"], ids=["clusters", "single"])
+def test_parts_by_heads_decide_as_the_whole_layer_where_refiners_narrow(name: str, inside: str, table: Any) -> None:
+    """A head that ran dense and was narrowed makes no pivot; a later part of its layer still takes none for it."""
+    layers, refiners = alike(7, (4, 2), 128, 128), NARROWING[name]
+    pipeline, streaming = shared(None, table, tau=0.6, delta=1.01), sp.build("streaming", sink=4, window=8, block=16)
+    if inside == "a union's part":
+        pipeline = united(evolve(pipeline, refiners=refiners), streaming)
+    else:
+        pipeline = evolve(united(pipeline, streaming) if inside == "a union" else pipeline, refiners=refiners)
+    assert pipeline.head_scope == "head"
+    memories = sp.Memory(), sp.Memory()
+    for start, end in ((0, 64), (64, 128)):
+        chunk = [(q[:, :, start:end], k[:, :, :end], v[:, :, :end]) for q, k, v in layers]
+        whole, parts = (
+            run(chunk, evolve(pipeline, workspace=limit), memory)
+            for limit, memory in zip((None, 1), memories, strict=True)
+        )
+        assert [result.parts.count for result in parts if result.parts is not None] == [4] * 3
+        assert same(whole, parts)
+        for a, b in zip(whole, parts, strict=True):
+            torch.testing.assert_close(a.out, b.out, rtol=1e-12, atol=1e-12)
+
+
+def test_without_its_observer_a_call_is_not_cut_by_heads() -> None:
+    """Nothing would tell a part which heads before it ran dense."""
+    layers, share, streaming = alike(7, (4, 2), 96, 96), shared(None, delta=1.01), sp.build("streaming")
+    unobserved = united(share, streaming, observed=False)
+    strange = evolve(unobserved, observers=shared(None).observers)
+    for pipeline in (unobserved, strange, evolve(share, observers=()), shared(unobserved)):
+        assert pipeline.head_scope is None
+        assert same(run(layers, pipeline), run(layers, evolve(pipeline, workspace=1)))
+    stage = share.estimator
+    assert isinstance(stage, Share)
+    assert sp.Pipeline(sp.UnionEstimator(stage, streaming), observers=(stage.observer,)).head_scope == "head"
+
+
 def build(full: bool = False, **inner: Any) -> sp.Pipeline:
     """With every key: no head shares, and the inner method keeps all."""
     method = sp.default_registry().get("xattention")

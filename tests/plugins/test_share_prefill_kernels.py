@@ -56,9 +56,11 @@ def vars_of(x: Any) -> dict[str, Any]:
 
 
 def pivots_of(generator: torch.Generator, geometry: Geometry, block: int, near: Tensor) -> Pivots:
-    """Three clusters: one without a pivot, one of this layer, one of an earlier layer."""
+    """Three clusters, of five: without a pivot, with one of this layer, one of an earlier layer; those for which a head
+    of this layer, or of an earlier one, ran dense and was narrowed."""
     rows, columns = geometry.tile_rows(block), geometry.tile_columns(block)
-    made = torch.stack([torch.tensor([NEVER, LAYER, 1])[torch.randperm(3, generator=generator)] for _ in range(2)])
+    kinds = torch.tensor([NEVER, LAYER, 1, NEVER - 1 - LAYER, NEVER - 2])
+    made = torch.stack([kinds[torch.randperm(5, generator=generator)[:3]] for _ in range(2)])
     last = decide.shares(near[:, :1] + 0.1 * torch.rand(2, 3, columns, generator=generator))
     packed = torch.randint(256, (2, 3, rows, -(-columns // 8)), generator=generator, dtype=torch.uint8)
     return Pivots((), (0, 0), made.to(torch.int32), last, packed)
@@ -137,14 +139,16 @@ def test_renewed_pivots(
     # At most one head of a cluster runs dense, and only where it may.
     first = torch.tensor([heads.makes[h] and heads.cluster[h] not in heads.cluster[:h] for h in range(count)])
     dense = (torch.rand(2, count, generator=generator) < 0.7) & first
+    whole = torch.rand(2, count, generator=generator) < 0.7
     codes, which = heads.codes(device), index(heads.open, device)
     tiles = torch.rand(2, len(heads.open), rows, rows, generator=generator) < 0.3
     call = AttentionCall(*torch.zeros(3, 2, 1, kv_len, 8), layer=LAYER)
     choice = Choice(torch.stack([dense, dense, dense]), own)
-    new = decide.renewed(call, before if has_pivots else None, 3, heads, choice, tiles)
+    new = decide.renewed(call, before if has_pivots else None, 3, heads, choice, whole, tiles)
     pivots = before.made.to(device), before.last.to(device), before.packed.to(device)
     known = pivots if has_pivots else None
-    found = kernels.updated(known, LAYER, 3, codes, which, dense.to(device), own.to(device), tiles.to(device))
+    given = (x.to(device) for x in (dense, whole, own, tiles))
+    found = kernels.updated(known, LAYER, 3, codes, which, *given)
     for name, x in zip(("made", "last", "packed"), found, strict=True):
         assert torch.equal(getattr(new, name) if name != "packed" else unspare(new, rows), unspare_x(x, name, rows)), (
             name

@@ -52,6 +52,11 @@ BUILT: dict[str, Callable[[], sp.Pipeline]] = {
         "anchor-attention", "bfla", "vertical-slash")},
     "anchor-attention + GQA": lambda: refined("anchor-attention", sp.LocalBand(1, tile=16), sp.GqaUnion()),
     "xattention + dense rows": lambda: refined("xattention", sp.DenseRows(20), sp.Sink(1)),
+    "share-prefill + ceiling": lambda: refined("share-prefill", sp.BudgetCeiling(share=0.4)),
+    "share-prefill in a union": lambda: sp.Pipeline(
+        sp.UnionEstimator(method("share-prefill"), method("streaming"))),
+    "kascade + ceiling": lambda: refined("kascade", sp.BudgetCeiling(share=0.4)),
+    "kascade in a union": lambda: sp.Pipeline(sp.UnionEstimator(method("kascade"), method("streaming"))),
     "union": lambda: sp.Pipeline(sp.UnionEstimator(method("anchor-attention"), method("vertical-slash"))),
     "anchor-attention in star": lambda: method("star-attention", inner={"method": "anchor-attention", "parameters": {
         "theta": 1.0, "step": 2, "block": 16, "init_tokens": 16}}, context_length=112),

@@ -83,6 +83,7 @@ class Asked(Estimate):
 
     bytes_held: int = 0
     head_scope: str | None = None
+    relies_on: tuple[Any, ...] = ()
 
     def workspace(self, call: sp.AttentionCall) -> int:
         return self.bytes_held
@@ -148,6 +149,16 @@ def test_widest_scopes() -> None:
     assert "head" == sp.Pipeline(scopes[0], (scopes[0],), observers=(scopes[0],)).head_scope
     assert "group" == sp.Pipeline(scopes[0], observers=(scopes[1],)).head_scope
     assert sp.Pipeline(scopes[0], observers=(Observe(),)).head_scope is None
+
+
+def test_a_scope_needs_the_observers_that_stages_rely_on() -> None:
+    told, other = Asked(head_scope="head"), Asked(head_scope="group")
+    relies = Asked(head_scope="head", relies_on=(told,))
+    for observers, expected in (((), None), ((other,), None), ((told,), "head"), ((other, told), "group")):
+        for made in (sp.Pipeline(relies), sp.Pipeline(told, (relies,)), sp.Pipeline(sp.UnionEstimator(relies, told))):
+            assert expected == evolve(made, observers=observers).head_scope
+    assert (told,) == sp.UnionEstimator(relies, told).relies_on
+    assert ("head", None) == (sp.Pipeline(relies).plan_scope, sp.Pipeline(relies).head_scope)
 
 
 def test_what_a_stage_lacks() -> None:

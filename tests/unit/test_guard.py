@@ -50,6 +50,7 @@ class Good:
 
     grain: Any = 1
     head_scope: Any = "head"
+    relies_on: Any = ()
 
     def unsupported(self, call: Any) -> Any:
         return None
@@ -93,6 +94,7 @@ ROLES = ("estimator", "refiner", "executor", "observer")
 QUESTIONS: dict[str, tuple[str, ...]] = {
     "grain": ROLES,
     "head_scope": ROLES,
+    "relies_on": ROLES,
     "unsupported": ROLES,
     "workspace": ROLES,
     "check_model": ROLES,
@@ -124,6 +126,7 @@ ANSWERS: dict[str, Any] = {
 RIGHT = {  # of the answers above, what a question takes
     "grain": {"none"},
     "head_scope": {"none"},
+    "relies_on": {"none"},
     "unsupported": {"none", "text"},
     "workspace": {"zero"},
     "check_model": {"none"},
@@ -147,7 +150,7 @@ def odd(question: str, answer: Any) -> Good:
             raise answer
         return answer
 
-    given = property(give) if question in ("grain", "head_scope") else give
+    given = property(give) if question in ("grain", "head_scope", "relies_on") else give
     odd: Good = type("Odd", (Good,), {question: given})()
     return odd
 
