@@ -51,7 +51,12 @@ def settings(chip: Chip, block_d: int, itemsize: int, tile_q: int, tile_k: int) 
     """
     for name, tile in (("tile_q", tile_q), ("tile_k", tile_k)):
         if tile < SMALLEST or tile & (tile - 1):
-            raise UnsupportedCallError([f"Triton executor: mask {name} is {tile}; use a power of two >= {SMALLEST}"])
+            raise UnsupportedCallError(
+                [
+                    f"Triton executor: mask {name} is {tile}; use a power of two >= {SMALLEST}, by the method's block or "
+                    "tile (and multiples of it as anchor-attention's init_tokens)"
+                ]
+            )
     wide, full_precision, large = block_d > 128, itemsize == 4, chip.large
     if block_d > HALVES_ALONE:
         # 32 rows: with 64, whose products are wgmma, registers spill (compiled for 9.0 and 8.6, not measured).
