@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from difflib import get_close_matches
 from functools import partial
@@ -62,14 +62,14 @@ def attach(
     """Run the model's prefill through a sparse method, until the handle is detached.
 
     method: a registered name, with its `parameters`, or a Pipeline; may be left out with a `profile`. Used as a context
-    manager the handle detaches by itself. Decoding, and everything that the method or the adapter cannot honour, stays
-    with the model's own attention; ``handle.report()`` says what and why.
+    manager the handle detaches by itself. Decoding behind a cache, and everything that the method or the adapter cannot
+    honour, stays with the model's own attention; ``handle.report()`` says what and why.
 
     strict: raise where a prefill call would fall back to dense. min_query: query rows (tokens of one forward) from
     which a call is prefill; drafts that `generate` checks are decoding whatever their length, those of a loop of your
-    own in ``with handle.decoding():``. layers: indices of the layers to run sparse; None for all. verify: compare the
-    model with itself under a full mask first. measure: count the density of every call at once, at the price of a host
-    sync. observe: called as ``observe(call, result)`` after every sparse layer.
+    own in ``with handle.decoding():``. layers: indices of the layers to run sparse, from 0; None for all. verify:
+    compare the model with itself under a full mask first. measure: count the density of every call at once, at the
+    price of a host sync. observe: called as ``observe(call, result)`` after every sparse layer.
     profile: a file that ``sparseprefill fit`` wrote for this model; the length of each call chooses method
     and parameters, `parameters` go over them.
     gate: judges each prompt by the sizes of its first chunk, so that one too small for the method runs dense. "auto":
@@ -92,8 +92,8 @@ def attach(
     It can tell from the run that `verify` asks for.
 
     Raises AttachError if the model cannot be attached or nothing can run sparse, UnknownMethodError or ParameterError
-    for a wrong method, or for a profile or a table of another model, or a break-even table that cannot be read;
-    ImportError without transformers.
+    for a wrong method, layers that the model has not, a profile or a table of another model, or a break-even table
+    that cannot be read; ImportError without transformers.
     """
     check_flag("verify", verify)
     check_flag("replace", replace)
@@ -252,6 +252,7 @@ def _bound(
     from .handle import Handle
     from .identity import identity
     from .inspection import trained_length
+    from .state import Place
 
     route = session.route
     if route.asks_model:
@@ -261,7 +262,7 @@ def _bound(
         findings = dry_run(model, decoder, route)
         seen = findings.layers
         session.expect(seen)
-        _check_layers(session, findings.layers)
+        _check_layers(session, findings.layers, "attention layers")
         if session.strict:
             _check_strict(session, findings.dense)
         session.start(type(model).__name__, findings.kinds, windows=findings.windows, trained=trained_length(decoder))
@@ -271,6 +272,8 @@ def _bound(
             log.warning("%s: %s", route.name, findings.note)
         if findings.repeated:
             session.note("layer indices repeat within a forward: methods that remember by layer mix them up")
+    else:
+        _check_layers(session, sorted(Place.all_of(decoder)), "layers")
     last = None
     if skip_unread:
         last = unread.check(model, decoder, seen)
@@ -297,11 +300,11 @@ def _pipeline(
     return method
 
 
-def _check_layers(session: Session, seen: tuple[int, ...]) -> None:
-    unknown = sorted((session.layers or frozenset()) - set(seen))
+def _check_layers(session: Session, known: Sequence[int], kind: str) -> None:
+    unknown = sorted((session.layers or frozenset()) - set(known))
     if unknown:
-        shown = ", ".join(map(str, seen))
-        raise ParameterError(f"layers names {', '.join(map(str, unknown))}: the model's attention layers are {shown}")
+        shown = ", ".join(map(str, known)) or "without an index: leave layers out"
+        raise ParameterError(f"layers names {', '.join(map(str, unknown))}: the model's {kind} are {shown}")
 
 
 def _check_strict(session: Session, dense: dict[int, tuple[str, ...]]) -> None:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import Context
 from traceback import walk_stack
 from typing import Any
@@ -29,11 +30,15 @@ from .handle import Handle
 from .hooks import open_late
 from .inspection import HOME, find_decoder
 from .state import Original, current
-from .switch import DOOR, settle
+from .switch import DOOR, is_ours, settle
 
 LOST = (
     f"attn_implementation is {DOOR!r}, but what runs under it is no part of a transformers model that is called as a "
     "whole: load it with 'sdpa' and call sparseprefill.adapters.huggingface.attach(model, 'rowmax')"
+)
+NOT_NAMED = (
+    f"attn_implementation is {DOOR!r} for {{config}}, but the decoder of {{model}}, {{decoder}}, runs {{other!r}}: "
+    "give the decoder that name, since it alone can be attached"
 )
 Wish = Callable[[PreTrainedModel], Handle]
 """A function that attaches a model."""
@@ -99,13 +104,42 @@ def _attached(config: Any) -> str:
     if outer is None or _wish is None:
         raise AttachError(LOST)
     with _lock:
-        decoder = find_decoder(outer)
-        if config._attn_implementation == DOOR:
-            _attach(outer, decoder, _wish)
+        with _by_the_name():
+            decoder = find_decoder(outer)
+            if config._attn_implementation == DOOR:
+                if _is_named(decoder):
+                    _attach(outer, decoder, _wish)
+                else:
+                    _pass_by(outer, decoder, config)
         handle = handle_by_name(decoder)
         if handle is not None and handle.active and current(handle) is None:
             open_late(handle, decoder)
     return str(config._attn_implementation)
+
+
+@contextmanager
+def _by_the_name() -> Iterator[None]:
+    """Let an AttachError in the block say what to choose in place of the name."""
+    try:
+        yield
+    except AttachError as error:
+        raise AttachError(
+            f"{error} (by the name {DOOR!r}: choose another attn_implementation, such as 'sdpa')"
+        ) from error
+
+
+def _is_named(decoder: PreTrainedModel) -> bool:
+    """True if a part of the decoder runs with a configuration that has the name."""
+    configs = (getattr(part, "config", None) for part in decoder.modules())
+    return any(getattr(config, "_attn_implementation", None) == DOOR for config in configs)
+
+
+def _pass_by(outer: PreTrainedModel, decoder: PreTrainedModel, config: Any) -> None:
+    """Settle what has the name beside a decoder without it. AttachError where that decoder is not attached either."""
+    if not is_ours(decoder.config._attn_implementation):
+        names = {"model": type(outer).__name__, "decoder": type(decoder).__name__, "config": type(config).__name__}
+        raise AttachError(NOT_NAMED.format(**names, other=decoder.config._attn_implementation))
+    settle(outer)
 
 
 def _attach(outer: PreTrainedModel, decoder: PreTrainedModel, wish: Wish) -> None:
@@ -123,13 +157,9 @@ def _attach(outer: PreTrainedModel, decoder: PreTrainedModel, wish: Wish) -> Non
             handle = Context().run(wish, outer)
             for told in TOLD:
                 told(handle)
-    except BaseException as error:
+    except BaseException:
         for config in named:
             config._attn_implementation_internal = DOOR
-        if isinstance(error, AttachError):
-            raise AttachError(
-                f"{error} (by the name {DOOR!r}: choose another attn_implementation, such as 'sdpa')"
-            ) from error
         raise
     handle.named = True
     _known[decoder] = wish, handle

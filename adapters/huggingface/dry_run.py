@@ -108,8 +108,8 @@ class Trial:
         return self.checked(found)
 
     def checked(self, found: list[Tensor]) -> list[Tensor]:
-        """The same; AttachError where that cannot be compared. Rows or labels that a model rules out are -inf."""
-        if not all(bool((x.isfinite() | (x == -torch.inf)).all() & x.isfinite().any()) for x in found):
+        """The same; AttachError where that cannot be compared."""
+        if not _comparable(found):
             raise AttachError(
                 f"{type(self.module).__name__} as it is, before it is attached, gives logits that are not finite for "
                 "random tokens: there is nothing to verify (verify=False skips this dry run)"
@@ -120,8 +120,8 @@ class Trial:
 def dry_run(model: torch.nn.Module, decoder: PreTrainedModel, route: Route) -> Findings:
     """Run random tokens through the model, before and after; it is left as it was.
 
-    2 x 64 tokens, with left padding where the model takes that; else without, else one row, and where the model needs
-    other inputs the decoder alone. Then 16 tokens far behind: see `_compare_far`.
+    2 x 64 tokens, with left padding where the model takes that and its logits are finite; else without, else one row,
+    and where the model needs other inputs the decoder alone. Then 16 tokens far behind: see `_compare_far`.
     Raises AttachError where the outputs differ, no layer can be bound, or the attached run or every stock one fails;
     where the stock model is at fault, it says so.
     """
@@ -141,6 +141,9 @@ def dry_run(model: torch.nn.Module, decoder: PreTrainedModel, route: Route) -> F
                 stock = trial.run()
             except Exception as error:
                 failed.append((trial, error))
+                continue
+            if trial.padding is not None and not _comparable(stock):
+                left_out = f"with {trial.said} the model's own logits are not finite"
                 continue
             trial.checked(stock)
             findings, ours = _attached(trial, model, decoder, route)
@@ -351,6 +354,11 @@ def _outputs(given: Any) -> list[Tensor]:
     if not found:
         raise TypeError("its output has no logits, hidden states or other tensor of floating point")
     return found
+
+
+def _comparable(found: list[Tensor]) -> bool:
+    """True if outputs are finite. Rows or labels that a model rules out are -inf."""
+    return all(bool((x.isfinite() | (x == -torch.inf)).all() & x.isfinite().any()) for x in found)
 
 
 def _real(x: Tensor, real: Tensor | None) -> Tensor:

@@ -15,7 +15,7 @@ from ..session.session import Prefill
 from .attention import GRADIENT, TRAINING, WEIGHTS
 from .compiling import EXPORT, eagerly, refuse_one_graph, surroundings
 from .drafts import drafted
-from .inspection import CACHE, asks, cache_of
+from .inspection import CACHE, asks, cache_of, prefilled
 from .rows import forget, rows_of, settle, write, write_short
 from .state import Attachment, Forward, current, is_steady, owner_of, past_length
 
@@ -25,6 +25,7 @@ UNREACHED = (
 )
 EARLY = "the forward ended behind layer {last}: layers {first} to {end} did not run (early exit, or layers taken out)"
 SKIPPED = "layer {layer} did not run in a forward in which later ones did: it was skipped"
+UNHEARD = "layers names {layers}, which called no attention so far: such a layer has none, or was skipped"
 DRAFT = "a draft was checked: that is decoding, however many tokens it has"
 NOWHERE = Prefill()
 """The prefill of a forward that does not go through the session."""
@@ -201,6 +202,8 @@ def _write_dense(named: dict[str, Any]) -> None:
 
 def _tell_missing(attached: Attachment, seen: set[int]) -> None:
     """Layers that did not call the attention function: they did not run, or something else ran in their place."""
+    if unheard := attached.session.unheard():
+        attached.session.note(UNHEARD.format(layers=", ".join(map(str, unheard))))
     missing, last = attached.session.missing(seen), max(seen)
     left = [layer for layer in missing if attached.left(layer)]
     behind = [layer for layer in left if layer > last]
@@ -217,7 +220,7 @@ def _tell_missing(attached: Attachment, seen: set[int]) -> None:
 def _made(output: Any) -> Any:
     """The cache that a forward made; it is somewhere in a tuple where the configuration asks for no `return_dict`."""
     if isinstance(output, tuple):
-        return next((one for one in output if isinstance(one, Cache)), None)
+        return prefilled(next((one for one in output if isinstance(one, Cache)), None))
     return cache_of(vars(output)) if hasattr(output, "__dict__") else None
 
 

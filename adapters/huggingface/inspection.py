@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import EncoderDecoderCache, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from sparseprefill.errors import AttachError
@@ -57,13 +57,19 @@ def find_decoder(model: object) -> PreTrainedModel:
         shown = ", ".join(type(one).__name__ for one in inside)
         raise AttachError(f"{type(model).__name__} holds several transformers models ({shown}): attach one of them")
     if not inside:
-        raise AttachError(f"{type(model).__name__} holds no transformers decoder (PreTrainedModel)")
+        raise AttachError(f"{type(model).__name__} holds no transformers decoder (PreTrainedModel): pass a whole model")
     return find_decoder(inside[0])
 
 
 def cache_of(named: Mapping[str, Any]) -> Any:
-    """The cache among the arguments of a forward, or in what it gave back; None without one."""
-    return next((named[name] for name in CACHE if named.get(name) is not None), None)
+    """The cache among the arguments of a forward, or in what it gave back, as `prefilled` has it; None without one."""
+    return prefilled(next((named[name] for name in CACHE if named.get(name) is not None), None))
+
+
+def prefilled(cache: Any) -> Any:
+    """The cache that a prefill writes: of one beside a cache for cross attention the former, since a model may put the
+    cache that it is given into such a pair, and give that back. Any other is returned as it is."""
+    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
 
 def _decoder(model: object) -> Any:

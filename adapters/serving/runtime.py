@@ -85,7 +85,7 @@ class Runtime:
 
         Raises what wrong options raise; ParameterError where a layer is asked for that the model has not.
         """
-        outside = sorted(i for i in options.layers or () if not 0 <= i < model.identity.layers)
+        outside = sorted(i for i in options.layers or () if i >= model.identity.layers)
         if outside:
             raise ParameterError(f"{TABLE}.layers names {outside[0]}: {model.name} has {model.identity.layers} layers")
         summary = Summary()

@@ -45,6 +45,8 @@ def _indices(layers: Iterable[int] | None) -> tuple[int, ...] | None:
         raise ParameterError(f"layers is {printed(layers)}, which has more than {MOST_LAYERS} indices: {remedy}")
     if any(not isinstance(layer, int) or isinstance(layer, bool) for layer in chosen):
         raise ParameterError(f"layers is {printed(chosen)}: pass integers")
+    if min(chosen) < 0:
+        raise ParameterError(f"layers is {printed(chosen)}: pass indices from 0, which is the first layer")
     return tuple(chosen)
 
 
@@ -53,13 +55,13 @@ class HostOptions:
     """Options that mean the same in every host.
 
     min_query: query rows from which a call is prefill, 2 or more, so that decoding stays dense. layers: indices to run
-    sparse; None for all. strict: refuse what would stay dense: a call in a session, a layer at the start of a server.
-    measure: count every call's pairs at once (host sync); otherwise the masks of the last prefill wait for a report.
-    tail: last query rows of a prompt that get every key, whatever the method selects (`Pipeline.with_tail`); where a
-    call does not say how long its prompt is, the call's own last rows. 0 for none. recall_every: of how many prefills
-    that run sparse the recall of one is measured, the first among them; 0 for none. strict_recall: the recall below
-    which a measured call is counted, and the first is logged as a warning; None for neither. skip_unread: compute no
-    rows of the last layer that nobody reads.
+    sparse, from 0; None for all. strict: refuse what would stay dense: a call in a session, a layer at the start of a
+    server. measure: count every call's pairs at once (host sync); otherwise the masks of the last prefill wait for a
+    report. tail: last query rows of a prompt that get every key, whatever the method selects (`Pipeline.with_tail`);
+    where a call does not say how long its prompt is, the call's own last rows. 0 for none. recall_every: of how many
+    prefills that run sparse the recall of one is measured, the first among them; 0 for none. strict_recall: the recall
+    below which a measured call is counted, and the first is logged as a warning; None for neither. skip_unread: compute
+    no rows of the last layer that nobody reads.
     """
 
     min_query: int = field(default=MIN_QUERY, validator=PREFILL_ROWS)

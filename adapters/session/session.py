@@ -388,6 +388,11 @@ class Session:
         with self._lock:
             return sorted(self._records.keys() - seen)
 
+    def unheard(self) -> list[int]:
+        """Chosen layers that have neither called nor been named."""
+        with self._lock:
+            return sorted((self.layers or frozenset()) - self._records.keys())
+
     def count_short(self) -> None:
         """A forward with fewer than `min_query` rows ran dense."""
         with self._lock:

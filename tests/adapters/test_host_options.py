@@ -73,6 +73,7 @@ def test_a_servers_table_takes_all_of_them() -> None:
     ("options", "words"),
     [
         ({"min_query": 1}, "min_query is 1: pass an integer from 2, so that decoding stays dense"),
+        ({"layers": [3, -1]}, r"layers is \[3, -1\]: pass indices from 0"),
         ({"tail": -1}, "tail is -1: pass a number of query rows from 0"),
         ({"strict": 1}, "strict is 1: pass (True or False|true or false)$"),
         ({"strict_recall": 2}, "strict_recall is 2: pass a number from 0 to 1"),

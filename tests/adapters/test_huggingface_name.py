@@ -178,6 +178,43 @@ def test_only_the_decoder_of_a_model_of_images_is_attached() -> None:
     assert "sdpa" == given.config.vision_config._attn_implementation
 
 
+@torch.no_grad()
+def seen(model: Any) -> Any:
+    """Logits for an image, and text behind it."""
+    ids = torch.cat([torch.full((1, 4), hf_models.VOCABULARY - 1), IDS % 95 + 1], 1)
+    return model(input_ids=ids, pixel_values=torch.zeros(1, 3, 8, 8)).logits
+
+
+def test_a_decoder_is_not_attached_by_the_name_of_a_vision_tower() -> None:
+    model = hf_models.llava()
+    model.set_attn_implementation({"vision_config": "sparseprefill", "text_config": "eager"})
+    says = (
+        r"is 'sparseprefill' for CLIPVisionConfig, but .*LlamaModel, runs 'eager': give the decoder that name.*choose"
+    )
+    for _ in range(2):
+        with pytest.raises(sp.AttachError, match=says):
+            seen(model)
+    assert handle_of(model) is None
+    assert "eager" == model.config.text_config._attn_implementation
+    model.set_attn_implementation({"text_config": "sparseprefill"})
+    seen(model)
+    assert "sparse" == report(model).layers[0].mode
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_vision_tower_of_an_attached_model_is_settled(by_name: bool) -> None:
+    model = hf_models.llava()
+    if by_name:
+        model.set_attn_implementation("sparseprefill")
+        seen(model)
+    handle = handle_of(model) if by_name else attach(model, "streaming", **GIVEN)
+    expected = seen(model)
+    model.set_attn_implementation({"vision_config": "sparseprefill"})
+    assert torch.equal(expected, seen(model))
+    assert handle is handle_of(model)
+    assert "sdpa" == model.config.vision_config._attn_implementation
+
+
 def test_threads_attach_a_model_once(model: Any) -> None:
     """Those whose forwards begin while another attaches run stock."""
     given = named(model)
@@ -243,6 +280,16 @@ def test_a_model_that_cannot_be_attached_says_so_every_time() -> None:
     model(IDS)
 
 
+def test_an_encoder_decoder_says_what_to_choose() -> None:
+    sizes: dict[str, Any] = {f"{part}_{name}": 2 for part in ("encoder", "decoder") for name in ("layers", "ffn_dim")}
+    heads: dict[str, Any] = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    config = transformers.BartConfig(vocab_size=97, d_model=32, **sizes, **heads)
+    model = transformers.BartForConditionalGeneration(config).eval()
+    model.set_attn_implementation("sparseprefill")
+    with pytest.raises(sp.AttachError, match=r"encoder-decoder.*by the name 'sparseprefill': choose another"):
+        plain(model)
+
+
 def test_a_layer_alone_says_how_to_attach(model: Any) -> None:
     given = named(model)
     attention, states = given.model.layers[0].self_attn, torch.zeros(1, 20, 32)
@@ -288,6 +335,8 @@ def test_arguments_go_before_the_environment(model: Any, monkeypatch: pytest.Mon
     register("dense")
     with pytest.raises(sp.ParameterError, match="tail is -1"):
         register("dense", tail=-1)
+    with pytest.raises(sp.ParameterError, match=r"layers is \[-2\]: pass indices from 0"):
+        register("dense", layers=[-2])
 
 
 def test_the_harness_needs_no_code_of_ours(model: Any, tmp_path: Path) -> None:

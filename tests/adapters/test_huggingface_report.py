@@ -45,6 +45,15 @@ def test_report(model: Any) -> None:
     assert "dense by length (fewer than 16 query rows): 3 forwards" in text
 
 
+def test_chosen_layers_that_call_no_attention_are_noted(model: Any) -> None:
+    """As those of a hybrid model; without a dry run only a forward tells."""
+    model.model.layers[1].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
+    with attach(model, "streaming", gate=None, verify=False, layers=[0, 1], **STREAMING) as handle:
+        logits(model)
+    (note,) = handle.report().notes
+    assert note == "layers names 1, which called no attention so far: such a layer has none, or was skipped"
+
+
 @torch.no_grad()
 def test_observe_and_measure(model: Any) -> None:
     seen: list[tuple[int, float]] = []

@@ -45,6 +45,7 @@ SHARED: list[tuple[dict[str, Any], str]] = [
         for rows in (1, 0, -3, True, 2.5, 16.0, "16", 10**30, 1 << 31)
     ),
     *(({"layers": layers}, "layers is") for layers in (3, [], "12", ["first"], [True], [1.0], {0: 1}, [0, [1]])),
+    ({"layers": [0, -1]}, r"layers is \[0, -1\]: pass indices from 0"),
     ({"layers": []}, "layers is empty: pass the layers to run sparse"),
     ({"layers": range(1 << 20)}, rf"layers is range\(0, 1048576\), {MORE}"),
     *(({"tail": tail}, TAIL) for tail in (-1, 1.5, True, None, "128", 1 << 31)),
@@ -81,7 +82,8 @@ def attached(method: Any = "streaming", **options: Any) -> object:
 
 ATTACH = [
     *(parameter_error(words, attached, **options) for options, words in SHARED),
-    parameter_error("layers", attached, layers=[7]),
+    parameter_error("layers names 7: the model's attention layers are 0, 1", attached, layers=[7]),
+    parameter_error("layers names 2, 7: the model's layers are 0, 1", attached, layers=[1, 7, 2], verify=False),
     *(parameter_error("verify", attached, verify=verify) for verify in ("no", None, 0, 1, Torn())),
     parameter_error("skip_unread is 1: pass True or False", attached, skip_unread=1),
     parameter_error(r"^recall is 2: pass a number from 0 to 1", attached, recall=2),
@@ -211,6 +213,8 @@ MODELS: list[tuple[Callable[[], Any], dict[str, Any], str]] = [
     ),
     (lambda: llama_with(BiasedAttention), {}, "does not compute plain attention"),
     (lambda: nn.Linear(3, 3), {}, "holds no transformers decoder"),
+    (lambda: hf_models.build("llama").model.layers[0], {}, "LlamaDecoderLayer holds no .*: pass a whole model"),
+    (lambda: hf_models.build("llama").lm_head, {}, "Linear holds no .*: pass a whole model"),
     (lambda: "llama", {}, "not a torch module"),
     # A stock model that fails, at once or in the middle: what fails with our attention is run once more without it.
     (
