@@ -12,16 +12,22 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from sparseprefill.call import AttentionCall
+from sparseprefill.errors import UnsupportedCallError
 
 from .executor import AnchoredBlockExecutor, Shard
 from .tail import Tail
+
+TWICE = (
+    "it runs a second time for one token, and its keys would be taken for the answer's: a logits processor, a stopping "
+    "criterion, a streamer or a hook calls the model; let it call another one"
+)
 
 
 @define(eq=False)
 class Answer:
     """The phase of everything behind the context. real: of each batch row's next tokens, how many are no padding.
 
-    owner: whether this rank keeps the new tokens' keys; one does.
+    owner: whether this rank keeps the new tokens' keys; one does. ran: layers that have run in this step.
     """
 
     executor: AnchoredBlockExecutor
@@ -29,14 +35,23 @@ class Answer:
     owner: bool
     tails: dict[int, Tail] = field(factory=dict)
     real: dict[int, Sequence[int]] = field(factory=dict)
+    ran: set[int] = field(factory=set)
     _last: tuple[object, Tensor | None] | None = None
 
     def expect(self, layers: Sequence[int], real: Sequence[int]) -> None:
         """The next forward's tokens: the `real[b]` last of row b count. After that all do, as decoding has it."""
         self.real = dict.fromkeys(layers, tuple(real))
+        self.step()
+
+    def step(self) -> None:
+        """The next forward may come: each layer runs once in a step."""
+        self.ran.clear()
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Output of rows of the question or the answer, over the context's ranks and the tail."""
+        if call.layer in self.ran:
+            raise UnsupportedCallError([f"layer {call.layer}: {TWICE}"])
+        self.ran.add(call.layer)
         real = self.real.pop(call.layer, None)
         if self.owner:
             tail = self.tails.setdefault(call.layer, Tail())

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from attrs import define, field
+from attrs import asdict, define, field
 from torch import Tensor
 
 from sparseprefill.config import from_config
@@ -24,10 +24,10 @@ from .attention import Switch
 from .encode import Inner, encode
 from .executor import AnchoredBlockExecutor
 from .fingerprint import fingerprint
-from .inspection import decoder_of, probe
+from .inspection import decoder_of, fit_inside, probe, vocabulary_of
 from .layout import Layout, Sizes
-from .options import SameScores, check_options, check_scores, seeded, shown, stops
-from .ranks import Ranks
+from .options import Ends, SameScores, check_names, check_options, check_scores, check_seed, seeded, shown, stops
+from .ranks import TIMEOUT, Ranks, check_timeout, is_timeout
 from .tokens import Rows, digest, rows_of
 from .watch import Watch
 
@@ -41,7 +41,8 @@ class Star:
     dense attention. group: None for the default group. timeout: seconds that a rank waits for the others in one place.
 
     Raises AttachError where torch.distributed does not run or the model cannot be spread, ParameterError for wrong
-    sizes, RankError where the ranks were given different things. The model is its own again between calls.
+    sizes, timeout or inner method, RankError where the ranks were given different things, or another one was refused
+    what it was given. The model is its own again between calls.
     """
 
     def __init__(
@@ -53,33 +54,44 @@ class Star:
         tile: int = 128,
         inner: str | Mapping[str, Any] | Pipeline | Route | None = None,
         group: dist.ProcessGroup | None = None,
-        timeout: float = 120.0,
+        timeout: float = TIMEOUT,
     ) -> None:
-        method = default_registry().get("star-attention")
-        method.configure({"block_size": block_size, "anchor_length": anchor_length, "tile": tile})  # checks them
-        self.model, self.sizes = model, Sizes(block_size, anchor_length, tile)
-        self.switch = Switch(decoder_of(model))
-        self.ranks = Ranks(group, timeout)
-        pipeline = _inner(inner, self.switch.decoder)
-        said = {"sizes": str(self.sizes), **fingerprint("inner", pipeline), "timeout": timeout}
-        self.ranks.agree("start", {**said, **_facts(self.switch.decoder)})
+        self.model, self.ranks = model, Ranks(group, timeout if is_timeout(timeout) else TIMEOUT)
+        self.sizes = Sizes(block_size, anchor_length, tile)
+        pipeline = self.ranks.agree("start", lambda: self._read(inner, timeout))
         with self.ranks.run("the trial run"):
-            self.layers = probe(model, self.switch)
+            seen = probe(model, self.switch)
+        pipeline = self.ranks.agree("inner", lambda: (fit_inside(pipeline, seen.calls, self.sizes), {}))
+        self.layers = seen.layers
         self.executor = AnchoredBlockExecutor(AutoExecutor(), self.ranks)
         self.inner = attention_of(pipeline)
         config = model.generation_config
         self.fill = next((x for x in (config.pad_token_id, config.bos_token_id) if isinstance(x, int)), 0)
         self._watch = Watch.of(self.ranks, self.switch.decoder.device)
 
+    def _read(self, inner: Any, timeout: float) -> tuple[Pipeline | Route | None, dict[str, Any]]:
+        """Check what this rank was given; the inner method, and all of it as ranks compare it."""
+        check_timeout(timeout)
+        default_registry().get("star-attention").configure(asdict(self.sizes))
+        self.switch = Switch(decoder_of(self.model))
+        self.vocabulary = vocabulary_of(self.switch.decoder)
+        pipeline = _inner(inner, self.switch.decoder)
+        said = {"sizes": str(self.sizes), **fingerprint("inner", pipeline), "timeout": timeout}
+        return pipeline, {**said, **_facts(self.switch.decoder)}
+
     def encode(self, contexts: Rows) -> Context:
         """Phase 1: every rank computes its blocks, and keeps their keys.
 
-        contexts: token ids of each batch row, without padding; lengths may differ. Raises RankError where a rank fails
-        or was given other contexts.
+        contexts: token ids of each batch row, without padding; lengths may differ. Raises ParameterError for what are
+        no token ids of the model, RankError where a rank fails or was given other contexts.
         """
-        rows = rows_of("contexts", contexts)
+
+        def read() -> tuple[list[list[int]], dict[str, Any]]:
+            rows = rows_of("contexts", contexts, self.vocabulary)
+            return rows, {"contexts": digest(rows)}
+
+        rows = self.ranks.agree("encode", read)
         layouts = tuple(self.sizes.layout(len(row), self.ranks.size) for row in rows)
-        self.ranks.agree("encode", {"contexts": digest(rows)})
         with self.ranks.run("phase 1"):
             shards = encode(self.switch, self.ranks, self.layers, self.inner, rows, layouts)
             self.ranks.gather(
@@ -118,35 +130,42 @@ class Context:
 
         questions: token ids of each batch row, at least one each. seed: of sampling, the same on every rank.
         options: of `generate`, such as max_new_tokens, do_sample, temperature, eos_token_id, streamer.
-        Returns each row's new tokens, up to its end token. Raises ParameterError for what cannot run over ranks,
-        RankError where a rank fails, stalls, was asked something else, or computes what is not finite.
+        Returns each row's new tokens, up to where it ended: by an end token, stop_strings or stopping_criteria, all of
+        rank 0. Raises ParameterError for what cannot run over ranks, RankError where a rank fails, stalls, was asked
+        something else, or computes what is not finite.
         """
         star, model = self.star, self.star.model
-        config = options.get("generation_config") or model.generation_config
-        check_options(options, config)
-        asked = self._asked(questions)
-        said = {"questions": digest(asked), "before": digest(self.tokens), "seed": seed}
-        star.ranks.agree("generate", {**said, **shown(options, config)})
+        config = model.generation_config
+
+        def read() -> tuple[list[list[int]], dict[str, Any]]:
+            check_options(options, config)
+            check_names(options, model)
+            check_seed(seed)
+            asked, said = self._read(questions)
+            return asked, {**said, "seed": seed, **shown(options, config)}
+
+        asked = star.ranks.agree("generate", read)
         with star.ranks.run("phase 2"):
             ids, mask, past = self._next(asked)
-            same = SameScores(star.ranks)
-            processors = [*(options.pop("logits_processor", None) or []), same]
+            same, (ends, criteria) = SameScores(star.ranks, self.phase.step), Ends.among(star.ranks, options, config)
+            given = {**options, "stopping_criteria": criteria}
+            given["logits_processor"] = [*(options.get("logits_processor") or ()), same]
             with star.switch.to(self.phase), seeded(seed, ids.device):
                 out = model.generate(
                     ids,
                     attention_mask=mask,
                     past_key_values=counting_cache(list(star.layers), past),
-                    logits_processor=processors,
-                    **options,
+                    **given,
                 )
             same.check()
-            return self._answered(out[:, ids.shape[1] :].tolist(), stops(options, config))
+            rows = out[:, ids.shape[1] :].tolist()
+            return self._answered(rows, ends.counts(rows, ids.shape[1], stops(options, config)))
 
     @torch.no_grad()
     def logits(self, questions: Rows) -> Tensor:
         """Read questions and return the logits ``[B, Q, vocabulary]`` of their tokens, aligned at the end."""
-        star, asked = self.star, self._asked(questions)
-        star.ranks.agree("logits", {"questions": digest(asked), "before": digest(self.tokens)})
+        star = self.star
+        asked = star.ranks.agree("logits", lambda: self._read(questions))
         with star.ranks.run("phase 2"):
             ids, mask, past = self._next(asked)
             places = (mask.cumsum(-1) - 1).clamp_min(0)
@@ -167,11 +186,12 @@ class Context:
         self._done = [layout.context for layout in self.layouts]
         self.phase.tails.clear()
 
-    def _asked(self, questions: Rows) -> list[list[int]]:
-        asked = rows_of("questions", questions)
+    def _read(self, questions: Rows) -> tuple[list[list[int]], dict[str, Any]]:
+        """Check the questions; their rows, and what ranks compare of them."""
+        asked = rows_of("questions", questions, self.star.vocabulary)
         if len(asked) != len(self.tokens):
             raise ParameterError(f"questions: {len(asked)} rows for {len(self.tokens)} contexts; pass one for each")
-        return asked
+        return asked, {"questions": digest(asked), "before": digest(self.tokens)}
 
     def _next(self, asked: Sequence[list[int]]) -> tuple[Tensor, Tensor, int]:
         """Take the questions in: ids and mask of all tokens on the device, and columns that are done."""
@@ -182,14 +202,13 @@ class Context:
         ids, mask, past = columns(self.tokens, self._done, self.star.fill)
         return ids.to(device), mask.to(device), past
 
-    def _answered(self, rows: list[list[int]], ends: frozenset[int]) -> list[list[int]]:
-        """Note the answers. The last token of all is not computed yet; padding behind an end token is forgotten."""
-        answers = []
-        for number, row in enumerate(rows):
-            end = next((at + 1 for at, token in enumerate(row) if token in ends), len(row))
-            answers.append(row[:end])
-            self.tokens[number] += row[:end]
-            self._done[number] = len(self.tokens[number]) - (end == len(row))
+    def _answered(self, rows: list[list[int]], counts: Sequence[int]) -> list[list[int]]:
+        """Note the answers, the first `counts[b]` tokens of each row. The last of all is not computed yet, and what
+        stands behind a row's end is forgotten."""
+        answers = [row[:end] for row, end in zip(rows, counts, strict=True)]
+        for number, (row, answer) in enumerate(zip(rows, answers, strict=True)):
+            self.tokens[number] += answer
+            self._done[number] = len(self.tokens[number]) - (len(answer) == len(row))
         self.phase.keep([done - layout.context for done, layout in zip(self._done, self.layouts, strict=True)])
         return answers
 

@@ -12,20 +12,33 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
-from sparseprefill.errors import AttachError, ParameterError, SparsePrefillError
+from sparseprefill.errors import AttachError, ParameterError, SparsePrefillError, printed
+from sparseprefill.validate import is_number
 
 POLL = 0.5  # seconds between two looks at the store while a collective is under way
 GRACE = 3.0  # seconds in which the ranks that are left answer when one is missed
+TIMEOUT = 120.0  # seconds that a rank waits for another, unless told otherwise
 PATIENCE = 25.0  # seconds, at most the timeout, that a rank which failed waits for the others
-FAILED, ASKED = "failed", "asked"
+FAILED, ASKED, REFUSED = "failed", "asked", "refused"
 T = TypeVar("T")
+
+
+def is_timeout(timeout: Any) -> bool:
+    """True if this is a positive number of seconds."""
+    return is_number(timeout) and timeout > 0
+
+
+def check_timeout(timeout: Any) -> None:
+    """ParameterError for what is no timeout."""
+    if not is_timeout(timeout):
+        raise ParameterError(f"timeout is {printed(timeout)}: pass a positive number of seconds")
 
 
 class RankError(SparsePrefillError):
@@ -39,13 +52,12 @@ class Ranks:
     Collectives run on the backend's own devices.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, timeout: float = 120.0) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, timeout: float = TIMEOUT) -> None:
         if not (dist.is_available() and dist.is_initialized()):
             raise AttachError(
                 "torch.distributed is not running: start with torchrun and call torch.distributed.init_process_group()"
             )
-        if not timeout > 0:
-            raise ParameterError(f"timeout is {timeout!r}: pass a positive number of seconds")
+        check_timeout(timeout)
         self.group, self.rank, self.timeout = group, dist.get_rank(group), float(timeout)
         self.sent = self.begun = 0  # bytes that this rank sent, and collectives
         members = range(self.size) if group is None else dist.get_process_group_ranks(group)
@@ -160,15 +172,36 @@ class Ranks:
         self.seen = time.monotonic()
         return answers
 
-    def agree(self, what: str, said: Mapping[str, Any]) -> None:
-        """`meet`, and RankError that names the first of these values that differs; one that is missing is None."""
+    def agree(self, what: str, read: Callable[[], tuple[T, Mapping[str, Any]]]) -> T:
+        """Read this rank's arguments, and `meet`: RankError that names the first value that differs over the ranks.
+
+        read: checks the arguments, and returns what it made of them with the values to compare; one that is missing is
+        None. What it raises comes out of here once all have met, and ranks whose own arguments are right raise a
+        RankError with the rank and the text.
+        """
+        self.check()
+        said: Mapping[str, Any]
+        made, error = None, None
+        try:
+            made, said = read()
+        except Exception as raised:
+            error, said = raised, {REFUSED: f"{type(raised).__name__}: {_line(raised)}"}
         answers = self.meet(what, {"the call": what, **said})
+        wrong = [rank for rank, answer in enumerate(answers) if REFUSED in answer]
+        if 0 < len(wrong) < self.size:
+            first = answers[wrong[0]]
+            told = self.tell(f"{first['the call']}: rank {wrong[0]} refuses its arguments: {first[REFUSED]}")
+            if error is None:
+                raise RankError(told)
+        if error is not None:
+            raise error
         for name in dict.fromkeys(name for answer in answers for name in answer):
             values = [answer.get(name) for answer in answers]
             if any(value != values[0] for value in values):
                 texts = (text if len(text) <= 200 else f"{text[:200]}..." for text in map(repr, values))
                 shown = "; ".join(f"rank {rank} has {text}" for rank, text in enumerate(texts))
                 raise RankError(self.tell(f"{what}: {name} differs over the ranks: {shown}"))
+        return cast(T, made)
 
     @contextmanager
     def busy(self) -> Iterator[None]:

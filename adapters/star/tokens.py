@@ -14,8 +14,11 @@ Rows = Tensor | Sequence[Sequence[int]] | Sequence[Tensor]
 """Token ids: a tensor ``[B, N]``, or for each batch row a sequence or a tensor ``[N]``, without padding."""
 
 
-def rows_of(name: str, given: Rows) -> list[list[int]]:
-    """The rows as lists; ParameterError where there is none, or one is empty or holds anything but integers."""
+def rows_of(name: str, given: Rows, vocabulary: int | None = None) -> list[list[int]]:
+    """The rows as lists; ParameterError where there is none, or one is empty or holds anything but token ids.
+
+    vocabulary: number of tokens that the model embeds; None where nobody knows.
+    """
     if isinstance(given, Tensor):
         given = list(given) if given.dim() == 2 else [given]
     if isinstance(given, str) or any(not isinstance(row, Tensor | Sequence) for row in given):
@@ -26,6 +29,12 @@ def rows_of(name: str, given: Rows) -> list[list[int]]:
     kinds = {kind for row in rows for kind in set(map(type, row))}  # a million tokens are a matter of milliseconds
     if any(not issubclass(kind, int) or issubclass(kind, bool) for kind in kinds):
         raise ParameterError(f"{name}: token ids are integers; pass [B, N] or one list of ids for each batch row")
+    if vocabulary is not None:
+        for number, row in enumerate(rows):
+            for token in (min(row), max(row)):
+                if not 0 <= token < vocabulary:
+                    remedy = f"the model embeds 0 to {vocabulary - 1}; pass ids of its own tokenizer"
+                    raise ParameterError(f"{name}: token id {token} in row {number}: {remedy}")
     return rows
 
 

@@ -22,6 +22,7 @@ from sparseprefill.adapters.star import Context, RankError, Star, ranks
 import sparseprefill as sp
 from distributed.models import build, device, tokens
 from helpers.patience import patient
+from sparseprefill.errors import ParameterError, SparsePrefillError
 
 SIZES: dict[str, Any] = {"block_size": 48, "tile": 16}
 LONG = patient(60)
@@ -226,6 +227,54 @@ def differs(rank: int, what: str) -> str:
 
     with quick():
         return told(work)
+
+
+def refuses(rank: int, what: str) -> str:
+    """Rank 1 is given something that it has to refuse, or for "all" both are; the error of every rank."""
+    wrong, model, sizes = rank == 1, build(), dict(SIZES)
+    changes: dict[str, Any] = {"block_size": -1, "inner": "nope"}
+    if wrong and what in changes:
+        sizes[what] = changes[what]
+    if wrong and what == "training":
+        model.train()
+
+    def work() -> None:
+        timeout: Any = "x" if wrong and what == "timeout" else LONG
+        context = Star(model, timeout=timeout, **sizes).encode([[]] if wrong and what == "contexts" else [tokens(90)])
+        if what == "logits":
+            context.logits([[500 if wrong else 5]])
+        question = [] if wrong and what == "questions" else tokens(9, 5)
+        if what == "all":
+            try:
+                context.generate([question], num_beams=2, **NEW)
+            except ParameterError as error:
+                (answer,) = context.generate([question], **NEW)
+                raise ParameterError(f"{str(error)[:14]}, then an answer of {len(answer)}") from error
+        context.generate([question], num_beams=1 + int(wrong and what == "num_beams"), **NEW)
+
+    try:
+        work()
+    except SparsePrefillError as error:
+        return f"{type(error).__name__}: {error}"
+    return "went on"
+
+
+class Apart:
+    """A criterion that ends row 1 after a token and row 0 after two on rank 0, and never on others."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return torch.tensor([self.calls == 2, self.calls == 1]) & (dist.get_rank() == 0)
+
+
+def stops(rank: int) -> list[int]:
+    """Lengths of two answers that end by a criterion which differs over the ranks."""
+    context = Star(build(), timeout=LONG, **SIZES).encode([tokens(90), tokens(70)])
+    answers = context.generate([[5], [6]], max_new_tokens=9, do_sample=False, stopping_criteria=[Apart()])
+    return list(map(len, answers))
 
 
 class Plain:

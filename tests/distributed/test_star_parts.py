@@ -337,16 +337,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
-@pytest.fixture
-def group() -> Any:
-    import torch.distributed as dist
-    from torch._C._distributed_c10d import HashStore
-
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("name", REFUSED)
 def test_models_that_cannot_be_spread_are_refused(name: str) -> None:

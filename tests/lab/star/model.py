@@ -65,15 +65,17 @@ def decode_star(device: torch.device, tokens: int, timeout: float) -> Run:
 
     def run() -> None:
         with model.switch.to(context.phase):
-            _decode(model.model, counting_cache(list(model.layers), tokens), tokens)
+            _decode(model.model, counting_cache(list(model.layers), tokens), tokens, context.phase.step)
 
     return run
 
 
 @torch.no_grad()
-def _decode(model: Any, cache: Any, tokens: int) -> None:
+def _decode(model: Any, cache: Any, tokens: int, begin: Callable[[], None] = lambda: None) -> None:
+    """So many tokens. begin: called before each."""
     ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     for step in range(STEPS):
+        begin()
         places = torch.full_like(ids, tokens + step)
         ids = model(input_ids=ids, position_ids=places, past_key_values=cache, use_cache=True).logits.argmax(-1)
 
