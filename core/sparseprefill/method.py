@@ -110,6 +110,11 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
+def _check_full(method: Method, attribute: Attribute[Any], value: Any) -> None:
+    if value is not None:
+        _check_parameters(method, attribute, value)
+
+
 def _check_parameters(method: Method, attribute: Attribute[Any], value: Any) -> None:
     """A table of the method's own parameters, and of the floor that every method has."""
     name = f"Method.{attribute.name}"
@@ -150,7 +155,8 @@ class Method:
     name: how users ask for it. summary: one line. paper: title and section, or a link; empty if there is none.
     config: attrs class of the parameters, with defaults and validators. build: makes the Pipeline of a config; stages
     and kernels are imported there, so that listing methods stays cheap (see `Later`).
-    full: parameters at which the mask holds every causal key (the property "full mask == dense" uses them).
+    full: parameters at which the mask holds every causal key, for the contract check "full mask == dense"; {} where the
+    defaults do, None where none are known, and the law is not tried.
     small: parameters that make the method sparse on a few hundred tokens, for contract checks.
     search: values to try of each parameter that `sparseprefill fit` searches; empty if there is nothing to search.
     table: what it needs to know of each model, measured once; None if it needs nothing.
@@ -163,7 +169,7 @@ class Method:
         validator=fitting("Method", callable, "a function that makes a Pipeline of a config")
     )
     paper: str = field(default="", validator=fitting("Method", _is_text, "a title or a link, or an empty text"))
-    full: Mapping[str, Any] = field(factory=dict, validator=_check_parameters)
+    full: Mapping[str, Any] | None = field(default=None, validator=_check_full)
     small: Mapping[str, Any] = field(factory=dict, validator=_check_parameters)
     search: Mapping[str, Sequence[Any]] = field(factory=dict, validator=_check_search)
     table: NeededTable | None = field(default=None, validator=_check_table)

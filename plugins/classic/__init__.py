@@ -49,6 +49,7 @@ def sparseprefill_methods() -> list[Method]:
             summary="every causal key, through the sparse executor",
             config=DenseConfig,
             build=Later(STAGES, "dense"),
+            full={},
             small={"block": 16},
         ),
         Method(

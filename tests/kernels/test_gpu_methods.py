@@ -143,7 +143,7 @@ def test_no_host_synchronisation_by_refiners_that_go_by_score(name: str, refiner
 def test_refiners_that_go_by_score_choose_as_on_the_cpu(name: str, refiners: tuple[MaskRefiner, ...]) -> None:
     q, k, v = tensors("stripes", batch=2, heads=4, kv_heads=2, q_len=290, kv_len=353, head_dim=64)
     method = default_registry().get(name)
-    made = method.pipeline(**{**method.small, **(method.full if name in ("xattention", "rowmax", "bfla") else {})})
+    made = method.pipeline(**{**method.small, **((name in ("xattention", "rowmax", "bfla") and method.full) or {})})
     pipeline = evolve(made, refiners=(*made.refiners, *refiners))
     expected = pipeline.run(AttentionCall(q, k, v)).mask.to_dense()
     actual = pipeline.run(AttentionCall(q.cuda(), k.cuda(), v.cuda())).mask.to_dense().cpu()

@@ -244,7 +244,7 @@ def test_without_its_observer_a_call_is_not_cut_by_heads() -> None:
 def build(full: bool = False, **inner: Any) -> sp.Pipeline:
     """With every key: no head shares, and the inner method keeps all."""
     method = sp.default_registry().get("xattention")
-    parameters = {**method.small, **(method.full if full else {})}
+    parameters = {**method.small, **((full and method.full) or {})}
     return shared({"method": "xattention", "parameters": parameters} | inner, tau=0.0 if full else 0.6)
 
 

@@ -151,7 +151,7 @@ def test_on_any_method_in_one_line_through_the_contracts(name: str) -> None:
     one = sp.default_registry().get(name)
 
     def build(full: bool = False) -> sp.Pipeline:
-        made = one.pipeline(**{**one.small, **(one.full if full else {})})
+        made = one.pipeline(**{**one.small, **((full and one.full) or {})})
         below = 0.0 if full else 60.0
         return evolve(made, refiners=(*made.refiners, sp.SkipSoftmax(below, grain=made.grain)), name=f"{name} skips")
 

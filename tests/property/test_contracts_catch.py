@@ -266,12 +266,160 @@ def test_pipeline_without_a_grain_says_so() -> None:
     assert "declares no grain" in report.skipped["chunk invariance at the grain"]
 
 
+@frozen
+class Unfinished:
+    """The reference, whose state in progress is twice what it is."""
+
+    def execute(self, call: AttentionCall, plan: Plan) -> Result:
+        return REFERENCE.execute(call, plan)
+
+    def accumulate(self, call: AttentionCall, plan: Plan) -> SoftmaxState:
+        state = REFERENCE.accumulate(call, plan)
+        return evolve(state, acc=2 * state.acc)
+
+
+class Counting:
+    """Keeps the tiles at another distance at each call."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
+        self.count += 1
+        keep = torch.arange(call.geometry.tile_columns(16)) % (1 + self.count) == 0
+        return Plan(SparseMask.from_tiles(call, keep.view(1, 1, 1, -1), 16))
+
+
+@frozen
+class Zero:
+    """A corrector that forgets the output."""
+
+    def correct(self, call: AttentionCall, plan: Plan, result: Result, memory: Memory) -> Result:
+        return evolve(result, out=torch.zeros_like(result.out))
+
+
+def test_a_stage_that_plans_anew_at_each_call_is_caught() -> None:
+    with pytest.raises(
+        AssertionError, match=r"law 'the same plan again' is broken on q .* pairs of the mask are other"
+    ):
+        testing.check_method(Pipeline(Counting(), name="broken"), calls=CALLS)
+
+
+def test_an_executor_whose_state_is_wrong_is_caught() -> None:
+    with pytest.raises(
+        AssertionError, match=r"law 'left in progress == whole' is broken on q .*accumulate\(\) against"
+    ):
+        testing.check_method(Pipeline(NEAR, executor=Unfinished(), name="broken"), calls=CALLS)
+
+
+def test_a_corrector_that_forgets_the_output_is_caught() -> None:
+    with pytest.raises(AssertionError, match=r"law 'values all alike come out' is broken on q .*got 0"):
+        testing.check_method(Pipeline(NEAR, corrector=Zero(), name="broken"), calls=CALLS)
+    sinks = evolve(CALLS[0], sinks=torch.zeros(2))
+    report = testing.check_laws(Pipeline(NEAR, corrector=Zero()), ("values all alike come out",), calls=[sinks])
+    assert "sinks take a share" in report.skipped["values all alike come out"]
+
+
+def unscaled(call: AttentionCall) -> Plan:
+    """A carry with the usual factor instead of the call's."""
+    region = SparseMask.from_rules(call, 16, sink=1)
+    state = REFERENCE.accumulate(evolve(call, scale=None), Plan(region))
+    return Plan(NEAR.estimate(call, Memory()).mask - region, Carry(state, region))
+
+
+def needing(holds: Callable[[AttentionCall], bool]) -> Pipeline:
+    """A stage that fails where something does not hold of the call."""
+
+    def answer(call: AttentionCall) -> Plan:
+        assert holds(call)
+        return NEAR.estimate(call, Memory())
+
+    return estimating(answer)
+
+
+OF_STANDARD_CALLS: dict[str, tuple[Pipeline, str]] = {
+    "scale of a carry": (estimating(unscaled), "scale 0.3.*output against"),
+    "scale": (
+        spoiling(lambda call, result: REFERENCE.execute(evolve(call, scale=None), result.plan)),
+        "scale 0.3.*output against",
+    ),
+    "head dimension": (needing(lambda call: call.q.shape[3] == 64), r"k \[3, 1, 70, 40\], v \[3, 1, 70, 24\]"),
+    "value dimension": (needing(lambda call: call.value_dim == call.q.shape[3]), r"v \[3, 1, 70, 24\]"),
+    "batch": (needing(lambda call: call.q.shape[0] < 3), r"q \[3, "),
+    "group": (needing(lambda call: call.group in (1, 2, 4)), r"q \[3, 3, .*k \[3, 1, "),
+    "groups": (needing(lambda call: call.kv_heads == 1 or call.group == 1), r"q \[2, 4, .*k/v \[2, 2, "),
+    "layer": (needing(lambda call: call.layer == 0), "layer 2"),
+    "prompt": (needing(lambda call: not isinstance(call.prompt_lengths, torch.Tensor)), r"prompt_lengths \[130, 70\]"),
+    "dtype": (needing(lambda call: call.q.dtype == torch.float32), "bfloat16"),
+}
+
+
+@pytest.mark.parametrize("case", OF_STANDARD_CALLS.values(), ids=OF_STANDARD_CALLS)
+def test_the_standard_calls_meet_what_a_stage_forgets(case: tuple[Pipeline, str]) -> None:
+    pipeline, said = case
+    with pytest.raises(AssertionError, match=f"broken: law 'result == softmax over its own mask' is .*{said}"):
+        testing.check_laws(pipeline, ("result == softmax over its own mask",))
+
+
+def test_bfloat16_is_left_out_where_a_dtype_is_given() -> None:
+    least = needing(lambda call: call.q.dtype == torch.float64)
+    report = testing.check_laws(least, ("no empty row",), dtype=torch.float64)
+    assert {"no empty row": len(testing.standard_calls())} == report.cases
+
+
 def test_calls_that_are_refused_are_left_out() -> None:
     windowed = [evolve(call, window=9) for call in CALLS]
-    report = testing.check_method("anchor-attention", calls=windowed)
-    assert {} == dict(report.cases)
-    assert "sliding window" in report.skipped["causality"]
+    for check in (testing.check_method, law("causality")):
+        with pytest.raises(
+            AssertionError, match=r"^anchor-attention: no law could be tried; .*sliding window.*: pass "
+        ):
+            check("anchor-attention", calls=windowed)
+    with pytest.raises(AssertionError, match="no law could be tried; no calls were given"):
+        testing.check_method("anchor-attention", calls=[])
+    with pytest.raises(AssertionError, match=r"sink: no law could be tried; behind anchor-attention: .*sliding window"):
+        testing.check_refiner("sink", parameters={"tiles": 1}, behind=("anchor-attention",), calls=windowed)
     assert {"causality": 2} == testing.check_laws("anchor-attention", ("causality",), calls=[*windowed, *CALLS]).cases
+
+
+@frozen(kw_only=True)
+class Tabled:
+    """A method's parameters: a table that it needs, and how many key tiles it keeps."""
+
+    table: tuple[int, ...] | None = None
+    tiles: int = 1
+
+    def unsupported(self, call: AttentionCall) -> str | None:
+        return "no table" if self.table is None else "wide" if call.q.shape[0] > 1 and self.tiles > 9 else None
+
+    def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
+        assert self.table is not None
+        rules = {"sink": self.tiles * self.table[0]}
+        return Plan(SparseMask.from_rules(call, 16, band=1, **rules))
+
+
+def tabled(**fields: Any) -> Method:
+    return Method(
+        name="tabled", summary="", config=Tabled, build=lambda config: Pipeline(config, name="tabled"), **fields
+    )
+
+
+def test_parameters_that_are_given_reach_what_is_full() -> None:
+    method = tabled(full={"tiles": 99})
+    with pytest.raises(AssertionError, match=r"tabled: no law could be tried; .*no table"):
+        testing.check_method(method, calls=CALLS)
+    report = testing.check_method(method, parameters={"table": (1,)}, calls=CALLS)
+    assert (1, 2) == (report.cases["full mask == dense"], report.cases["causality"]), "one call is refused when full"
+    short = testing.check_method(method, parameters={"table": (1,)}, calls=CALLS[1:])
+    assert short.skipped["full mask == dense"] == "with its full parameters it refuses the call: Tabled: wide"
+
+
+def test_without_full_the_law_of_the_full_mask_is_not_tried() -> None:
+    given: dict[str, Any] = {"parameters": {"table": (1,)}, "calls": CALLS}
+    assert tabled().full is None
+    report = testing.check_method(tabled(), **given)
+    assert report.skipped["full mask == dense"] == "no parameters are known at which the mask is full: pass full={...}"
+    with pytest.raises(AssertionError, match="allowed pairs are missing from the mask"):
+        testing.check_method(tabled(full={}), **given)
 
 
 @frozen(kw_only=True)
@@ -351,8 +499,9 @@ class Alternating:
         (remembering, "memory is read only"),
         (Alternating(), "the same plan again"),
         (lambda call, plan, memory: 3, "returned int"),
+        (lambda call, plan, memory: Plan(plan.mask), "the rest of a plan is handed on.*priority of the plan is lost"),
     ],
-    ids=["empties", "remembers", "alternates", "answers nonsense"],
+    ids=["empties", "remembers", "alternates", "answers nonsense", "drops scores"],
 )
 def test_a_broken_refiner_is_caught(answer: Any, law: str) -> None:
     with pytest.raises(AssertionError, match=f"Refined behind streaming: law .*{law}"):
@@ -365,6 +514,31 @@ def test_a_refiner_passes_by_name_and_by_class() -> None:
     assert len(CALLS) * len(contracts.BEHIND) == report.cases["full mask == dense"] == report.cases["no empty row"]
     assert {"no host synchronisation"} <= set(report.skipped)
     assert report.cases == testing.check_refiner(sp.Sink, parameters={"tiles": 1}, full={}, calls=CALLS).cases
+
+
+@pytest.mark.parametrize(
+    ("lost", "where"),
+    [
+        ({"carry": None}, "anchor-attention: .*: carry of"),
+        ({"probe": None}, "share-prefill: .*: probe of"),
+        ({"notes": {}}, r"share-prefill: .*: notes.'share-prefill .*'. of"),
+    ],
+    ids=["carry", "probe", "notes"],
+)
+def test_a_refiner_that_loses_what_a_plan_holds_is_caught(lost: dict[str, Any], where: str) -> None:
+    def answer(call: AttentionCall, plan: Plan, memory: Memory) -> Plan:
+        return evolve(plan, **lost)
+
+    with pytest.raises(AssertionError, match=f"behind {where} the plan is lost"):
+        testing.check_refiner(Refined, parameters={"answer": answer}, calls=CALLS)
+
+
+def test_a_carry_may_be_computed_again() -> None:
+    def answer(call: AttentionCall, plan: Plan, memory: Memory) -> Plan:
+        return plan if plan.carry is None else evolve(plan, mask=plan.mask | plan.carry.region, carry=None)
+
+    report = testing.check_refiner(Refined, parameters={"answer": answer}, calls=CALLS)
+    assert len(CALLS) * (len(contracts.BEHIND) + len(contracts.HOLDING)) == report.cases["carry and mask disjoint"]
 
 
 def test_what_a_refiner_refuses_is_told() -> None:
@@ -503,8 +677,63 @@ def test_a_parameter_that_nothing_reads_is_named() -> None:
         return sp.build("streaming", sink=16, window=near * 2, block=16)
 
     method = Method(name="idle", summary="", config=Strides, build=build)
-    with pytest.raises(AssertionError, match="idle: nothing reads block, stride of Strides, so no value changes"):
+    with pytest.raises(AssertionError, match="in the calls of this check nothing reads block, stride of Strides: use"):
         testing.check_method(method, calls=CALLS)
     wider = evolve(method, search={"far": [True]})
-    with pytest.raises(AssertionError, match="idle: nothing reads block of Strides"):
+    with pytest.raises(AssertionError, match="idle: in the calls of this check nothing reads block of Strides"):
         testing.check_method(wider, calls=CALLS)
+
+
+def names(value: str) -> tuple[str, ...]:
+    """A converter that takes no second turn."""
+    return tuple(value.split(","))
+
+
+@frozen(kw_only=True)
+class Lists:
+    """Parameters of which one is a list, and one matters to long calls alone."""
+
+    kinds: Any = field(default="near,far", converter=names)
+    far: int = 64
+
+    def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
+        far = self.far if call.kv_len > 300 else 0
+        return Plan(SparseMask.from_rules(call, 16, band=1, sink=len(self.kinds) + far // 16))
+
+
+def test_converters_see_what_a_user_gives_and_longer_calls_read_more() -> None:
+    method = Method(name="lists", summary="", config=Lists, build=lambda config: Pipeline(config, name="lists"))
+    with pytest.raises(
+        AssertionError, match=r"lists: in the calls of this check nothing reads far of Lists: .* calls="
+    ):
+        testing.check_method(method, calls=CALLS)
+    sizes: dict[str, Any] = {"batch": 1, "heads": 1, "kv_heads": 1, "q_len": 9, "kv_len": 310, "head_dim": 8}
+    longer = AttentionCall(*testing.tensors("random", **sizes))
+    assert "lists" == testing.check_method(method, calls=(call for call in (*CALLS, longer))).method
+
+
+@frozen(kw_only=True)
+class Writes:
+    """Writes to the keys, or only at its defaults."""
+
+    always: bool = False
+    tiles: int = 9
+
+    def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
+        if self.always or self.tiles == 9:
+            call.k.mul_(1.0)
+        return Plan(SparseMask.from_rules(call, 16, band=1, sink=self.tiles))
+
+
+@pytest.mark.parametrize(
+    ("small", "said"),
+    [
+        ({"always": True}, r"law '.*' is broken on q \[1, 2, 70, 8\].*wrote to call.k in place"),
+        ({"tiles": 1}, r"with its defaults it fails on q \[1, 2, 70, 8\].*wrote to call.k in place"),
+    ],
+    ids=["always", "at its defaults"],
+)
+def test_a_stage_that_writes_in_place_is_told_by_law_or_parameters_and_shape(small: Any, said: str) -> None:
+    build = lambda config: Pipeline(config, name="writes")  # noqa: E731
+    with pytest.raises(AssertionError, match=f"writes: {said}"):
+        testing.check_method(Method(name="writes", summary="", config=Writes, build=build, small=small), calls=CALLS)

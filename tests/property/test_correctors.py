@@ -28,7 +28,7 @@ def test_methods_keep_their_contracts(name: str) -> None:
 
     def build(full: bool = False) -> sp.Pipeline:
         method = sp.default_registry().get(name)
-        return method.pipeline(**{**method.small, **(method.full if full else {})}).with_corrector(Blend())
+        return method.pipeline(**{**method.small, **((full and method.full) or {})}).with_corrector(Blend())
 
     report = check_method(build, calls=few_calls(), full={"full": True})
     assert set(report.cases) >= {"causality", "batch rows independent", "full mask == dense", "no NaN for finite input"}

@@ -84,7 +84,8 @@ def check(pipeline: sp.Pipeline, call: sp.AttentionCall, keep: Callable[[sp.Resu
 def test_of_a_full_mask_are_those_of_dense_attention(name: str, fields: dict[str, Any]) -> None:
     method = sp.default_registry().get(name)
     call = recorded(make(150, heads=4, kv_heads=2, dtype=torch.float64, kind="stripes", **fields))
-    for parameters in (method.full, {**method.small, **method.full}):
+    full = method.full or {}
+    for parameters in (full, {**method.small, **full}):
         pipeline = method.pipeline(**parameters)
         if not pipeline.unsupported(call):
             check(pipeline, call, lambda result: None)

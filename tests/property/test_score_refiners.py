@@ -282,7 +282,7 @@ CHUNKED = [
 def test_chunks_that_know_the_prompt_are_the_whole(method: str, refiners: tuple[sp.MaskRefiner, ...]) -> None:
     call = make(331, heads=4, kv_heads=2, seed=3, dtype=torch.float64)
     one = sp.default_registry().get(method)
-    inner = one.pipeline(**{**one.small, **({} if method == "anchor-attention" else one.full)})
+    inner = one.pipeline(**{**one.small, **((method != "anchor-attention" and one.full) or {})})
     pipeline = evolve(inner, refiners=refiners)
     assert pipeline.grain is not None
     assert pipeline.grain == inner.estimator.grain  # type: ignore[attr-defined]

@@ -245,17 +245,22 @@ def _spoilt(launch: Callable[[Job], Launched], job: Job) -> Launched:
 
 
 def _calls(family: Family, device: torch.device) -> Iterator[AttentionCall]:
-    """Rows behind a cache for each type and dimension, and with the first of both whatever else the record allows.
+    """Rows behind a cache for each type and dimension, and with the first of both groups of heads, a batch, a scale and
+    whatever else the record allows.
 
     bfloat16 is left out in the interpreter.
     """
-    features, place = family.features, {"device": device}
+    features, place = family.features, dict[str, Any](device=device)
     types = [x for x in (torch.float16, torch.bfloat16, torch.float32) if x in features.dtypes]
     types = types if device.type == "cuda" else [x for x in types if x != torch.bfloat16]
     dims = sorted(features.dims)
     for dtype in types:
         for dim, values in dims if dtype == types[0] else dims[:1]:
             yield _call(140, 230, dtype=dtype, dim=dim, values=values, **place)
+    if types:
+        one: dict[str, Any] = {"dtype": types[0], "dim": dims[0][0], "values": dims[0][1], **place}
+        for batch in (1, 2):  # apart, since a kernel may refuse a batch
+            yield _call(130, 150, heads=4, kv_heads=2, batch=batch, scale=0.3, **one)
     lengths = torch.tensor([160, 97], dtype=torch.int32, device=device)
     sinks = torch.tensor([1.0, -2.0], dtype=torch.float32, device=device)
     fields: dict[str, Any] = {"window": 70, "softcap": 5.0, "sinks": sinks, "padding": lengths}
@@ -266,10 +271,20 @@ def _calls(family: Family, device: torch.device) -> Iterator[AttentionCall]:
 
 
 def _call(
-    q_len: int, kv_len: int, *, device: torch.device, dtype: torch.dtype, dim: int, values: int, **fields: Any
+    q_len: int,
+    kv_len: int,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    dim: int,
+    values: int,
+    heads: int = 2,
+    kv_heads: int = 1,
+    batch: int = 1,
+    **fields: Any,
 ) -> AttentionCall:
-    batch = len(fields["lengths"]) if "lengths" in fields else 1
-    sizes: dict[str, Any] = {"batch": batch, "heads": 2, "kv_heads": 1, "q_len": q_len, "kv_len": kv_len}
+    batch = len(fields["lengths"]) if "lengths" in fields else batch
+    sizes: dict[str, Any] = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "q_len": q_len, "kv_len": kv_len}
     place: dict[str, Any] = {"device": device, "dtype": dtype}
     q, k, _ = tensors("stripes", head_dim=dim, **sizes, **place)
     _, _, v = tensors("random", head_dim=values, **sizes, **place)

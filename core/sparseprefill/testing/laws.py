@@ -25,8 +25,11 @@ def full_mask_is_dense(trial: Trial) -> None:
     """At the method's full parameters mask and output are dense attention's."""
     if not trial.full:
         raise NotApplicableError("no parameters are known at which the mask is full: pass full={...}")
+    refused = {i: reasons[0] for i, one in enumerate(trial.full) if (reasons := one.unsupported(trial.call))}
+    if len(refused) == len(trial.full):
+        raise NotApplicableError(f"with its full parameters it refuses the call: {refused[0]}")
     out, lse = attention(trial.call)
-    for pipeline in trial.full:
+    for pipeline in (one for i, one in enumerate(trial.full) if i not in refused):
         full = Trial(pipeline, trial.call)
         missed = (full.allowed[:, None] & ~full.keep).sum()
         require(missed == 0, f"{int(missed)} allowed pairs are missing from the mask")
@@ -98,7 +101,44 @@ def repeatable(trial: Trial) -> None:
     again = trial.run(trial.call)
     changed = computed(trial.call, again) ^ trial.keep
     require(~changed, f"{int(changed.sum())} pairs of the mask are others when the call runs again")
-    require(torch.equal(again.out, trial.result.out), "the output is another one when the call runs again")
+    require(_equal(again.out, trial.result.out), "the output is another one when the call runs again")
+
+
+def unfinished_is_whole(trial: Trial) -> None:
+    """The softmax that the executor leaves in progress over a plan ends as the one that it normalises itself."""
+    if trial.result.parts is not None:
+        raise NotApplicableError("the call runs in parts: its plan is not kept")
+    state = trial.pipeline.executing.accumulate(trial.call, trial.result.plan)
+    found = state.finish(trial.call.sinks)
+    trial.agree("of accumulate() against execute()", (trial.result.out, trial.result.lse), found)
+
+
+def values_alike_come_out(trial: Trial) -> None:
+    """Of values that are all one vector a corrector makes that vector, as any mean of values does."""
+    call = trial.call
+    if trial.pipeline.corrector is None:
+        return  # a softmax over its mask, which a law of its own holds
+    if call.sinks is not None:
+        raise NotApplicableError("sinks take a share of each row")
+    value = torch.linspace(1, 2, call.value_dim, dtype=call.v.dtype, device=call.v.device)
+    found = trial.run(evolve(call, v=value.expand_as(call.v))).out
+    trial.same("output where all values are alike", value.expand_as(found)[trial.real], found[trial.real])
+
+
+def handed_on(trial: Trial) -> None:
+    """A refiner hands on whatever a plan holds besides its mask; a carry may go where its region is in the mask."""
+    *others, refiner = trial.pipeline.refiners
+    given = evolve(trial.pipeline, refiners=others).plan(trial.call, Memory())
+    found = refiner.refine(trial.call, given, Memory())
+    held = [name for name in ("carry", "priority", "probe", "skip_below") if getattr(given, name) is not None]
+    if not held and not given.notes:
+        raise NotApplicableError("the plan holds nothing but its mask")
+    lost = [name for name in held if getattr(found, name) is None]
+    if given.carry is not None and found.carry is None:
+        again = given.carry.region.to_dense() & ~found.mask.to_dense()
+        lost = lost if bool(again.any()) else [name for name in lost if name != "carry"]
+    lost += [f"notes[{key!r}]" for key in given.notes if key not in found.notes]
+    require(not lost, f"{', '.join(lost)} of the plan is lost: return attrs.evolve(plan, mask=...)")
 
 
 def memory_is_read_only(trial: Trial) -> None:

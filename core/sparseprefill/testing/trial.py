@@ -40,20 +40,25 @@ class Subject:
 
     @classmethod
     def of(cls, candidate: Candidate, parameters: Mapping[str, Any] | None, full: Mapping[str, Any] | None) -> Subject:
-        """The subject for a Method, its registered name, a Pipeline, or a function of keywords that makes one."""
+        """The subject for a Method, its registered name, a Pipeline, or a function of keywords that makes one.
+
+        What is full has the `parameters` too, but for those that `full` names.
+        """
         if isinstance(candidate, str):
             candidate = default_registry().get(candidate)
         build: Callable[..., Pipeline]
+        base = small = {} if parameters is None else parameters
         if isinstance(candidate, Method):
-            parameters = candidate.small if parameters is None else parameters
+            if parameters is None:
+                base, small = candidate.stand_in, {**candidate.stand_in, **candidate.small}
             full = candidate.full if full is None else full
             build = candidate.pipeline
         else:
             build = partial(evolve, candidate) if isinstance(candidate, Pipeline) else candidate
-        small = {} if parameters is None else parameters
         sparse = build(**small)
         name = candidate.name if isinstance(candidate, Method) else sparse.name
-        return cls(name, sparse, () if full is None else (build(**full), build(**{**small, **full})))
+        everywhere = [] if full is None else [base] if base is small else [base, small]
+        return cls(name, sparse, tuple(build(**{**given, **(full or {})}) for given in everywhere))
 
 
 @frozen(eq=False)

@@ -328,10 +328,36 @@ def failing(job: Job) -> Launched:
     raise LookupError("no such tile")
 
 
+def misread(change: Callable[[sp.AttentionCall], sp.AttentionCall]) -> Callable[[Job], Launched]:
+    """As of another call."""
+
+    def launch_misread(job: Job) -> Launched:
+        return launch(evolve(job, call=change(job.call)))
+
+    return launch_misread
+
+
+def by_remainder(one: sp.AttentionCall) -> sp.AttentionCall:
+    """Head h reads KV head h % Hkv."""
+    return evolve(one, k=one.k.repeat(1, one.group, 1, 1), v=one.v.repeat(1, one.group, 1, 1))
+
+
+def first_head(one: sp.AttentionCall) -> sp.AttentionCall:
+    return evolve(one, k=one.k[:, :1], v=one.v[:, :1])
+
+
+def first_row(one: sp.AttentionCall) -> sp.AttentionCall:
+    return evolve(one, k=one.k[:1].expand_as(one.k), v=one.v[:1].expand_as(one.v))
+
+
 ANSWERS = iter(range(1000))
 BREACHES: dict[str, tuple[dict[str, Any], str]] = {
     "output": ({"launch": scaled}, "third: law 'output == softmax over the mask' is broken on q .*: : output"),
     "lse": ({"launch": shifted}, "law 'output == softmax over the mask' is broken on q .*LSE"),
+    "KV head by remainder": ({"launch": misread(by_remainder)}, r"is broken on q \[1, 4, .*k/v \[1, 2, .*output"),
+    "first KV head": ({"launch": misread(first_head)}, r"is broken on q \[1, 4, .*k/v \[1, 2, .*output"),
+    "first batch row": ({"launch": misread(first_row)}, r"is broken on q \[2, 4, .*output"),
+    "scale": ({"launch": misread(lambda one: evolve(one, scale=None))}, "is broken on .*scale 0.3: .*output"),
     "failure": ({"launch": failing}, "it was chosen and failed: .*LookupError: no such tile"),
     "moods": ({"objection": lambda *_: f"mood {next(ANSWERS)}"}, "an objection is a reason"),
     "silence": ({"objection": lambda *_: ""}, "return None, or a reason"),
