@@ -95,7 +95,7 @@ def printed(value: object) -> str:
     if hasattr(value, "named_parameters") or _holds_tensors(value):
         return f"{kind}(...)"
     try:
-        text = " ".join(repr(value).split())
+        text = " ".join(line.strip() for line in repr(value).splitlines())
     except Exception:  # of a stranger's class; integers too long for Python to write
         return f"{kind} of {value.bit_length()} bits" if isinstance(value, int) else f"a {kind} that cannot be printed"
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}... ({len(text)} characters)"

@@ -210,6 +210,7 @@ DECLARATIONS = [
         parameter_error(rf"Method\.{name} is .*: pass a table of parameters by name", method, "mine", **{name: value})
         for name in ("full", "small", "search")
         for value in (3, True, None, "block", ["size"], {"size"})
+        if (name, value) != ("full", None)  # no parameters are known
     ),
     *(
         parameter_error(rf"Method\.{name} names .*, which Config does not have", method, "mine", **{name: value})

@@ -70,6 +70,7 @@ def test_what_holds_tensors_is_shown_by_its_type() -> None:
         (sp.AttentionCall(values, values, values), "AttentionCall(...)"),
         ([values], "list(...)"),
         (torch.nn.Linear(2, 2), "Linear(...)"),
-        ("a\n  b", "'a\\n b'"),
+        ("a\n  b", r"'a\n  b'"),
+        (type("Lines", (), {"__repr__": lambda _: "Lines(\n    a  b\n)"})(), "Lines( a  b )"),
     ):
         assert shown == printed(value)
