@@ -116,7 +116,7 @@ class Report:
     short prompts. layers: in order of their index. notes: what else is worth knowing, with counts, as reasons are.
     gate: the tables by which calls were judged, and whether one has no figures of the method; empty if none was.
     pays_from: once it left a call dense, tokens from which on it lets whole prompts run sparse, to a thirtieth; None
-    where it never does.
+    where it never does, and in servers, whose log tells it for their steps.
     kernels: how many calls each kernel computed, by its name and, in brackets, why no faster one did (`plan.Kernel`); a
     call in parts counts for each kernel that it met. prefills: that ran sparse in some layer. measured_prefills: of
     them, of which recall was to be measured. strict_recall: below which calls count as low; None where nothing was
@@ -217,10 +217,8 @@ class Report:
 
     @property
     def _from(self) -> str:
-        if not self.gated:
+        if not self.gated or self.pays_from is None:
             return ""
-        if self.pays_from is None:
-            return ", by which no prompt runs sparse"
         return f", by which whole prompts run sparse from some {self.pays_from:,} tokens on"
 
     def _shared(self) -> dict[str, tuple[int, int]]:

@@ -168,7 +168,7 @@ class Session:
         self._records: dict[int, LayerRecord] = {}
         self._room = Room()
         self._notes, self._declined, self._gated = Kinds(), Kinds(), Kinds()
-        self._small: tuple[AttentionCall, int] | None = None
+        self._small: AttentionCall | None = None
         self._kernels: Counter[Kernel | str] = Counter()
         self._short, self._lock = 0, threading.RLock()
 
@@ -461,7 +461,7 @@ class Session:
         if self._small is None:
             return None
         try:
-            return self.route.least(self._small[0], LONGEST, self._small[1])
+            return self.route.least(self._small, LONGEST)
         except SparsePrefillError:  # a gate that fails leaves calls dense, and no report behind
             return None
 
@@ -493,8 +493,8 @@ class Session:
         """A call is dense by the gate, which is logged for the first of each kind, with what to do about it."""
         with self._lock:
             first = self._gated.add(reason)
-            if self._small is None:
-                self._small = (resized(evolve(call, prompt_lengths=None), 1, 1), chunk)
+            if self._small is None and not chunk:  # a server has told it for its steps
+                self._small = resized(evolve(call, prompt_lengths=None), 1, 1)
         if first and self._warn:
             log.info("%s: calls run dense: %s", self.route.name, with_remedy(reason, self._off))
 

@@ -320,6 +320,19 @@ def test_servers_name_what_their_configuration_takes(table: dict[str, Any], monk
     assert 1 == text.count('"gate": false')
 
 
+@pytest.mark.parametrize("chunk", [0, 16])
+def test_a_report_asks_a_gate_that_lets_nothing_run_a_few_times(chunk: int) -> None:
+    """Not for each step of the longest prompt there may be; in steps a server has told it."""
+    gate = Counted()
+    session = Session(sp.build("streaming", **STREAMING), gate=gate)
+    session.run(make(90, heads=4, kv_heads=2), Prefill(chunk=chunk))
+    gate.asked.clear()
+    report = session.report("m", "STOCK")
+    assert (None, True) == (report.pays_from, len(gate.asked) < 200)
+    assert "run sparse from" not in str(report)
+    assert bool(gate.asked) == (not chunk)
+
+
 def test_reasons_of_several_layers_are_told_once(model: Any) -> None:
     with attach(model, "streaming", gate=None, **STREAMING) as handle:
         model(hf_models.prompt())
